@@ -42,8 +42,8 @@ PROTOCOLS = {
     "an optional member of such an object": """
         ClosableLogger HasActorLogps ReadsTokenIds Stateful SyncedLogger""",
     "two or more of ours": """
-        Addressed BatchSelection CompletesTokens GroupLog Packing Place RewardWeightsClient
-        RowReader Running Transport WeightSource""",
+        Addressed BatchSelection CompletesTokens GroupLog Packing RewardWeightsClient Running
+        Transport WeightSource""",
     "one of ours, of a higher layer": "HasTensors",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""

@@ -235,8 +235,5 @@ def escape_controls(text: str, *, keep: str = "\n") -> str:
     """The text with every character as an escape that is neither printable, nor a space, nor in
     `keep`: no text moves the cursor, changes colours or its direction. Example: the escape
     character becomes `\\x1b`."""
-    return "".join(char if char in keep or _is_shown(char) else char.encode("unicode_escape").decode() for char in text)
-
-
-def _is_shown(char: str) -> bool:
-    return char.isprintable() or unicodedata.category(char) == "Zs"
+    shown = {char for char in set(text) if char in keep or char.isprintable() or unicodedata.category(char) == "Zs"}
+    return "".join(char if char in shown else char.encode("unicode_escape").decode() for char in text)

@@ -94,7 +94,9 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     `package.Trainer` import `ludic.training.trainer` the first time it is read.
     """
     namespace = vars(sys.modules[package])
-    homes = _homes(Path(namespace["__file__"]).with_suffix(".pyi"))
+    stub = ast.parse(Path(namespace["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: node.module for node in imports if node.module for alias in node.names}
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
@@ -107,9 +109,3 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         return sorted({*namespace, *homes})
 
     return __getattr__, __dir__, sorted(homes)
-
-
-def _homes(stub: Path) -> dict[str, str]:
-    """Name -> module, from the imports of the stub."""
-    imports = (node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom))
-    return {alias.name: node.module for node in imports if node.module for alias in node.names}

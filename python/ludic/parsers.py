@@ -56,34 +56,12 @@ def xml_parser(
         raise ConfigError(f"Unknown kind {kind!r}; it must be 'inner' or 'remainder_after_prefix'")
     if kind == "remainder_after_prefix" and exact:
         raise ConfigError("exact=True is not supported with kind='remainder_after_prefix', which must match at the start anyway")
-    find = _make_inner_finder(tag, exact) if kind == "inner" else _make_remainder_finder(tag)
+    # A single pattern for the pair would take quadratic time on text that repeats the opening tag.
+    opening, closing = (re.compile(f"<{slash}{re.escape(tag)}>", re.IGNORECASE) for slash in ("", "/"))
 
-    def parse(raw: str) -> ParseResult:
-        content, problem = find(raw)
-        if content is None:
-            return ParseResult(None, error_reward, f"Invalid action format: {problem}")
-        return ParseResult(content, success_reward, None)
-
-    return parse
-
-
-Finder = Callable[[str], tuple[str | None, str]]
-"""Text -> (content or None, the fault)."""
-
-
-def _tag_patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns of the opening and the closing tag. They are searched one after the other, because a
-    single pattern for the pair takes quadratic time on text that repeats the opening tag."""
-    name = re.escape(tag)
-    return re.compile(f"<{name}>", re.IGNORECASE), re.compile(f"</{name}>", re.IGNORECASE)
-
-
-def _make_inner_finder(tag: str, exact: bool) -> Finder:
-    opening, closing = _tag_patterns(tag)
-    expected = f"Expected {'only ' if exact else ''}<{tag}>...</{tag}>."
-
-    def find(raw: str) -> tuple[str | None, str]:
-        text = raw.strip() if exact else raw
+    def find_inner(raw: str) -> tuple[str | None, str]:
+        """(content or None, the fault)."""
+        expected, text = f"Expected {'only ' if exact else ''}<{tag}>...</{tag}>.", raw.strip() if exact else raw
         start = opening.match(text) if exact else opening.search(text)
         end = closing.search(text, start.end()) if start else None
         if start is None or end is None:
@@ -93,13 +71,7 @@ def _make_inner_finder(tag: str, exact: bool) -> Finder:
         inner = text[start.end() : end.start()].strip()
         return (inner, "") if inner else (None, f"Empty <{tag}> tag.")
 
-    return find
-
-
-def _make_remainder_finder(tag: str) -> Finder:
-    opening, closing = _tag_patterns(tag)
-
-    def find(raw: str) -> tuple[str | None, str]:
+    def find_remainder(raw: str) -> tuple[str | None, str]:
         text = raw.lstrip()
         start = opening.match(text)
         end = closing.search(text, start.end()) if start else None
@@ -108,7 +80,13 @@ def _make_remainder_finder(tag: str) -> Finder:
         remainder = text[end.end() :].strip()
         return (remainder, "") if remainder else (None, f"Missing content after </{tag}>.")
 
-    return find
+    def parse(raw: str) -> ParseResult:
+        content, problem = find_inner(raw) if kind == "inner" else find_remainder(raw)
+        if content is None:
+            return ParseResult(None, error_reward, f"Invalid action format: {problem}")
+        return ParseResult(content, success_reward, None)
+
+    return parse
 
 
 def xml_tag_parser(tag: str, *, exact: bool = False, success_reward: float = 0.1, error_reward: float = -1.0) -> Parser:
@@ -183,7 +161,8 @@ def extract_last_code_block(raw: str, *, languages: Sequence[str] = PYTHON_TAGS)
     thoughts = list(_THOUGHT.finditer(raw))
     if thoughts and not thoughts[-1][1] and not raw[: thoughts[-1].start()].strip():
         return None
-    blocks = [block for block in _fenced_blocks(raw[_end_of_thoughts(raw, thoughts) :]) if block[1].strip()]
+    closed, unclosed = _scan_fences(raw[_end_of_thoughts(raw, thoughts) :])
+    blocks = [block for block in [*closed, *([unclosed] if unclosed else [])] if block[1].strip()]
     known = {name.lower() for name in languages}
     wanted = (
         [block for block in blocks if known & {block[0], _VERSION.sub(r"\1", block[0])}]
@@ -214,17 +193,12 @@ def _line_of(text: str, match: re.Match[str]) -> str:
     return text[text.rfind("\n", 0, match.start()) + 1 : None if stop < 0 else stop]
 
 
-def _fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in small letters, content) of each block, also of one that is not closed.
-
-    Example: of "```py", "x = 1", "```", these three lines, it is `[("py", "x = 1")]`.
-    """
-    blocks, unclosed = _scan_fences(text)
-    return blocks if unclosed is None else [*blocks, unclosed]
-
-
 def _scan_fences(text: str) -> tuple[list[tuple[str, str]], tuple[str, str] | None]:
-    """(the blocks that are closed, the one that the text ends in or None)."""
+    """(the blocks that are closed, the one that the text ends in or None). A block is (language in
+    small letters, content).
+
+    Example: of "```py", "x = 1", "```", these three lines, it is `([("py", "x = 1")], None)`.
+    """
     blocks: list[tuple[str, str]] = []
     fence, language, indent, lines = "", "", 0, list[str]()
     for line in text.replace("\r", "").split("\n"):

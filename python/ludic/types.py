@@ -95,12 +95,8 @@ class TokenTrace:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TokenTrace:
-        return cls(
-            prompt_token_ids=list(data["prompt_token_ids"]),
-            completion_token_ids=list(data["completion_token_ids"]),
-            completion_logprobs=None if data.get("completion_logprobs") is None else list(data["completion_logprobs"]),
-            finish_reason=data.get("finish_reason"),
-        )
+        prompt, completion = list(data["prompt_token_ids"]), list(data["completion_token_ids"])
+        return cls(prompt, completion, _copy_list(data.get("completion_logprobs")), data.get("finish_reason"))
 
 
 def is_list_of(value: object, *kinds: type) -> bool:
@@ -109,17 +105,13 @@ def is_list_of(value: object, *kinds: type) -> bool:
     if not isinstance(value, list):
         return False
     types = set(map(type, value))
-    return types.issubset(kinds) or all(_is_kind(element_type, kinds) for element_type in types)
-
-
-def _is_kind(element_type: type, kinds: tuple[type, ...]) -> bool:
-    return issubclass(element_type, kinds) and element_type is not bool
+    return types.issubset(kinds) or all(issubclass(kind, kinds) and kind is not bool for kind in types)
 
 
 def _described(value: object, *kinds: type) -> str:
     if not isinstance(value, list):
         return type(value).__name__
-    wrong = next(element for element in value if not _is_kind(type(element), kinds))
+    wrong = next(element for element in value if not is_list_of([element], *kinds))
     return f"a list that holds {wrong!r} ({type(wrong).__name__})"
 
 
@@ -150,13 +142,9 @@ class ChatResponse:
         bits."""
         from ludic.columns import float_column, int_column  # loads numpy
 
-        prompt, completion, logps = (stored(self, name) for name in _TOKEN_FIELDS)
-        return replace(
-            self,
-            prompt_token_ids=None if prompt is None else int_column(prompt),  # type: ignore[arg-type]
-            completion_token_ids=None if completion is None else int_column(completion),  # type: ignore[arg-type]
-            completion_logprobs=None if logps is None else float_column(logps),  # type: ignore[arg-type]
-        )
+        makers = zip(_TOKEN_FIELDS, (int_column, int_column, float_column), strict=True)
+        arrays: dict[str, Any] = {name: make(held) for name, make in makers if (held := stored(self, name)) is not None}
+        return replace(self, **arrays)
 
     def to_info(self) -> Info:
         """`completion`, and `finish_reason` if there is one."""
@@ -259,9 +247,7 @@ class Rollout:
 
     @property
     def duration_ns(self) -> int | None:
-        if self.start_ns is None or self.end_ns is None:
-            return None
-        return self.end_ns - self.start_ns
+        return self.steps[-1].ts_ns - self.steps[0].ts_ns if self.steps else None
 
     @property
     def duration_s(self) -> float | None:

@@ -156,7 +156,7 @@ def test_a_callback_ends_a_run_and_its_reason_is_in_the_summary(tiny, tmp_path):
     ("settings", "message"),
     [
         (["callbacks.keep_best=sampled_reward"], "set trainer.eval_every_n_steps"),
-        (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "callbacks.keep_best (loss) is not measured by this run"),
+        (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "reads loss, which this run does not measure"),
         (["callbacks.stop.at=1"], "callbacks.stop.at (1.0) needs callbacks.stop.metric; set that too"),
         (["callbacks.own=json:dumps"], "callbacks.own (json:dumps)"),
         (["callbacks.own=3"], "callbacks.own (3) must be package.module:name"),

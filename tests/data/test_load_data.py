@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from ludic.data import KINDS, load_data
+from ludic.data.row_stream import RowStream
 from ludic.data.sources import Draw
 from ludic.errors import ConfigError, DataError
 
@@ -259,14 +260,16 @@ def test_a_data_set_saved_to_disk_is_read(tmp_path, offline):
 def test_an_id_is_loaded_by_the_datasets_library_with_config_and_split(offline, monkeypatch):
     asked = []
 
-    def load_dataset(name, config, *, split):
-        asked.append((name, config, split))
-        return offline.Dataset.from_list([{"question": "2+2?"}])
+    def load_dataset(name, config, *, split, streaming):
+        asked.append((name, config, split, streaming))
+        rows = offline.Dataset.from_list([{"question": "2+2?"}])
+        return rows.to_iterable_dataset() if streaming else rows
 
     monkeypatch.setattr(offline, "load_dataset", load_dataset)
     loaded = load_data("openai/gsm8k", columns={"prompt": "question"}, config="main", split="test")
-    assert asked == [("openai/gsm8k", "main", "test")]
     assert loaded.where(0) == "openai/gsm8k, row 1"
+    assert next(RowStream(["openai/gsm8k"])) == ("openai/gsm8k, row 1", {"question": "2+2?"})
+    assert asked == [("openai/gsm8k", "main", "test", False), ("openai/gsm8k", None, "train", True)]
 
 
 def test_an_id_that_cannot_be_loaded_is_a_clear_error(offline, monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 
 from ludic.data.sft_formats import (
     FORMATS,
-    check_format_name,
     convert_alpaca,
     convert_alpaca_to_text,
     convert_sharegpt,
@@ -14,7 +13,7 @@ from ludic.data.sft_formats import (
     detect_format,
     read_tools,
 )
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError
 
 
 def turn(sender: str, value: object) -> dict[str, object]:
@@ -123,9 +122,3 @@ def test_a_mixture_names_the_first_row_of_each() -> None:
         count_formats(rows, "m")
     with pytest.raises(DataError, match=r"line 9 has the columns body, which are no format \(messages: .*text: text\)"):
         count_formats([("line 9", {"body": "a"})], "m")
-
-
-def test_an_unknown_format_is_refused() -> None:
-    check_format_name("auto")
-    with pytest.raises(ConfigError, match=r"data_format \(alpacca\) must be auto or one of messages, sharegpt"):
-        check_format_name("alpacca")

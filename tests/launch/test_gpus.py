@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import LaunchError
-from ludic.launch.gpus import GpuPool, find_gpus
+from ludic.launch.local import GpuPool, find_gpus
 from ludic.launch.process import Process
 
 

@@ -274,12 +274,12 @@ def listening(secret):
 def test_a_server_of_another_job_is_not_taken_for_one_of_this_job(monkeypatch, capsys):
     monkeypatch.setenv(SECRET, "ours")
     with listening("theirs") as where:
-        fault = run._wait_for_health(SETTINGS, [where], [Ended()], Event())
+        fault = run._wait_for_health(SETTINGS, [(where, Ended())], Event())
         assert fault == f"the server {where.url} ended with status 1, and something else answers at {where.url}"
-        assert "refuses the secret of this job" in run._wait_for_health(SETTINGS, [where], [Running()], Event())
+        assert "refuses the secret of this job" in run._wait_for_health(SETTINGS, [(where, Running())], Event())
     assert "healthy" not in capsys.readouterr().out
     with listening("ours") as where:
-        assert run._wait_for_health(SETTINGS, [where], [Running()], Event()) is None
+        assert run._wait_for_health(SETTINGS, [(where, Running())], Event()) is None
 
 
 def test_a_job_has_a_secret_of_its_own(monkeypatch):

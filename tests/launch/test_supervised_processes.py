@@ -5,11 +5,12 @@ import signal
 import time
 from contextlib import closing
 
+from events import read_events
 from processes import is_running
 
 from ludic.launch.local import LocalPlace
 from ludic.launch.process import Process
-from ludic.launch.supervisor import Supervisor, read_events
+from ludic.launch.supervisor import Supervisor
 
 ACTOR = Process("actor", "actor", ("sleep", "600"))
 

@@ -5,13 +5,14 @@ import signal
 from dataclasses import replace
 
 import pytest
+from events import read_events
 from hypothesis import given, strategies as st
 from scripted_place import Clock, ScriptedPlace
 
-from ludic.errors import ConfigError, LaunchError
+from ludic.errors import TRY_AGAIN, ConfigError, LaunchError
 from ludic.launch.process import Process
 from ludic.launch.state import read_launch
-from ludic.launch.supervisor import POLL_S, RestartBudget, Supervisor, read_events
+from ludic.launch.supervisor import POLL_S, RestartBudget, Supervisor
 
 TRAINER = Process("trainer", "trainer", ("train",))
 ACTORS = [Process(f"actor{i}", "actor", ("act",)) for i in range(2)]
@@ -297,6 +298,9 @@ def test_a_process_that_cannot_be_started_at_first_is_an_error_and_later_uses_it
     assert world.run(30.0) is None
     assert len(world.events("restart")) == 3
     assert "no room" in world.notes[-1]
+    world.place.end("trainer", code=1)
+    assert world.run(30.0) == TRY_AGAIN
+    assert [event["name"] for event in world.events("give_up")] == ["actor0", "trainer"]
     broken = World(world.folder)
     broken.place.start = refuse
     with pytest.raises(LaunchError, match="no room"):

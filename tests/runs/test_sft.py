@@ -337,7 +337,7 @@ def test_rows_of_other_libraries_are_trained_on_and_named(tiny: list[str], tmp_p
     assert summary_of(tmp_path / "run")["data"]["trained_tokens"] == 8 * 2 + 8 * 3  # digit and end; y, o and end
     mixed = write_rows(tmp_path / "mixed.jsonl", {"instruction": "a", "output": "b"}, {"text": "c"})
     assert "line 1 is a row of alpaca (instruction), and" in refused(*tiny, "name=other", f"data={mixed}")
-    assert "data_format (csv) must be auto or one of" in refused(*tiny, "data_format=csv")
+    assert "data_format (csv) must be one of auto, messages" in refused(*tiny, "data_format=csv")
 
 
 def test_plain_texts_are_trained_whole_and_held_out_by_text(tiny: list[str], tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import sys
 import time
 from pathlib import Path
 
+from events import read_events
 from processes import is_running
 
 from ludic.launch.process import Process
 from ludic.launch.ray import RayPlace
-from ludic.launch.supervisor import Supervisor, read_events
+from ludic.launch.supervisor import Supervisor
 
 WORK = ("sh", "-c", "echo {host:trainer} $$; sleep 600 & echo $!; wait")
 TRAINER = ("sh", "-c", 'trap "exit 143" TERM; echo ready; until [ -e "$DONE" ]; do sleep 0.05; done')

@@ -16,7 +16,10 @@ class FullDialog(ContextStrategy):
     """
 
     def on_env_reset(self, obs: str, info: Info) -> None:
-        opening = _initial_messages(info)
+        given = info.get("messages")
+        opening: list[Message] = []
+        if isinstance(given, list) and all(isinstance(message, dict) and "role" in message for message in given):
+            opening = [dict(message) for message in given]
         if any(message["role"] in ("system", "developer") for message in opening):
             self._messages = []
         self._messages.extend(opening or [{"role": "user", "content": obs}])
@@ -29,14 +32,6 @@ class FullDialog(ContextStrategy):
 
     def on_after_step(self, next_obs: str, info: Info) -> None:
         self._messages.append({"role": "user", "content": next_obs})
-
-
-def _initial_messages(info: Info) -> list[Message]:
-    """Copies of the messages in the environment's info. Empty if `messages` is something else."""
-    messages = info.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) and "role" in message for message in messages):
-        return []
-    return [dict(message) for message in messages]
 
 
 class GivenDialog(FullDialog):

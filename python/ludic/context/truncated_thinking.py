@@ -7,8 +7,6 @@ import re
 from ludic.context.full_dialog import FullDialog
 from ludic.types import Message
 
-_THINKING_BEFORE_ANSWER = re.compile(r"(\s*<think>)(.*?)(</think>\s*)(\S.*)", re.IGNORECASE | re.DOTALL)
-
 
 class TruncatedThinkingContext(FullDialog):
     """Replaces the text inside a leading `<think>...</think>` of the model's earlier responses by
@@ -21,7 +19,7 @@ class TruncatedThinkingContext(FullDialog):
     def __init__(self, system_prompt: str | None = None, placeholder: str = "[TRUNCATED]") -> None:
         super().__init__(system_prompt)
         self.placeholder = placeholder
-        self.strict_pattern = _THINKING_BEFORE_ANSWER
+        self.strict_pattern = re.compile(r"(\s*<think>)(.*?)(</think>\s*)(\S.*)", re.IGNORECASE | re.DOTALL)
 
     def on_before_act(self) -> list[Message]:
         return [self._truncate_thinking(message) for message in self._messages]

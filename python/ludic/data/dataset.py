@@ -21,17 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
 
-from ludic.data.formats import (
-    KINDS,
-    REQUIRED,
-    Kind,
-    Row,
-    detect_kind,
-    drop_empty_keys,
-    find_dialogue_columns,
-    find_fault,
-    is_conversational,
-)
+from ludic.data.formats import KINDS, REQUIRED, Kind, Row, drop_empty_keys, find_dialogue_columns, find_fault
 from ludic.data.rows_on_disk import Changed, open_table
 from ludic.data.sources import Draw, Table, read_table
 from ludic.errors import ConfigError, DataError
@@ -131,7 +121,13 @@ def load_data(
     if kind in (None, "preference") and has_scored_responses(rows[0]):
         table = convert_scores(Table(table.name, table.unit, rows, table.numbers))
         rows = table.rows
-    kind = kind or _detect_kind(rows, source)
+    kind = kind or next((name for name, needed in REQUIRED.items() if rows[0].keys() >= set(needed)), None)
+    if kind is None:
+        formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED.items())
+        raise DataError(
+            f"{source} has the columns {', '.join(rows[0])}, which fit no format ({formats}); say which column is which with "
+            "columns={'prompt': 'question'}"
+        )
     absent = next((column for column in REQUIRED[kind] if column not in rows[0]), None)
     if absent is not None:
         raise DataError(
@@ -139,9 +135,9 @@ def load_data(
             f"name the column that holds it, such as columns.{absent}=COLUMN (in Python columns={{{absent!r}: COLUMN}})"
         )
     table = replace(table, rows=rows)
-    conversational = is_conversational(kind, rows[0])
+    conversational = isinstance(rows[0].get(find_dialogue_columns(kind, rows[0])[0]), list)
     _check(table, kind, conversational)
-    clean = partial(_drop_empty_keys, kind)
+    clean = partial(drop_empty_keys, kind)
     return DataSet(kind, conversational, replace(table, rows=_change(rows, clean, streaming)))
 
 
@@ -158,12 +154,8 @@ def _fill_columns(rows: Sequence[Row], columns: Mapping[str, str | Sequence[str]
         candidates = [originals] if isinstance(originals, str) else list(originals)
         original = next((candidate for candidate in candidates if candidate in present), None)
         if original is None:
-            expected = " or ".join(repr(candidate) for candidate in candidates)
-            remedy = (
-                "; name it with task.args.prompt_column=COLUMN of `ludic train`"
-                if name == "prompt" and len(candidates) > 1
-                else ""
-            )
+            expected, can_be_named = " or ".join(map(repr, candidates)), name == "prompt" and len(candidates) > 1
+            remedy = "; name it with task.args.prompt_column=COLUMN of `ludic train`" if can_be_named else ""
             raise ConfigError(f"{source} has no column {expected} to be its {name}; it has {', '.join(present)}{remedy}")
         if original != name:
             copies[name] = original
@@ -178,30 +170,12 @@ def _fill_columns(rows: Sequence[Row], columns: Mapping[str, str | Sequence[str]
     return fill
 
 
-def _detect_kind(rows: Sequence[Row], source: str) -> Kind:
-    kind = detect_kind(rows[0])
-    if kind is None:
-        formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED.items())
-        raise DataError(
-            f"{source} has the columns {', '.join(rows[0])}, which fit no format ({formats}); say which column is which with "
-            "columns={'prompt': 'question'}"
-        )
-    return kind
-
-
 def _check(table: Table, kind: Kind, conversational: bool) -> None:
     checked = ((index, find_fault(row, kind, conversational=conversational)) for index, row in enumerate(table.rows))
     faults = [f"{table.where(index)}: {fault}" for index, fault in checked if fault is not None]
     if faults:
         more = f"; {len(faults) - SHOWN_FAULTS} more rows have faults" if len(faults) > SHOWN_FAULTS else ""
         raise DataError("; ".join(faults[:SHOWN_FAULTS]) + more)
-
-
-def _drop_empty_keys(kind: Kind, row: Row) -> Row:
-    changed: dict[str, Any] = {
-        name: drop_empty_keys(row[name]) for name in find_dialogue_columns(kind, row) if isinstance(row[name], list)
-    }
-    return {**row, **changed} if changed else row
 
 
 COLUMNS = {
@@ -229,11 +203,13 @@ def convert_scores(table: Table) -> Table:
     equal: list[int] = []
     for index, row in enumerate(table.rows):
         first_is_better = _first_is_better(row, table.where(index))
-        if first_is_better is not None:
-            rows.append(_make_preference(row, first_is_better))
-            numbers.append(table.numbers[index])
-        else:
+        if first_is_better is None:
             equal.append(table.numbers[index])
+            continue
+        responses = [_get_value(row, "response_a"), _get_value(row, "response_b")]
+        chosen, rejected = responses if first_is_better else responses[::-1]
+        rows.append({**row, "prompt": _get_value(row, "prompt"), "chosen": chosen, "rejected": rejected})
+        numbers.append(table.numbers[index])
     if equal:
         logger.warning("%s: left out %d rows whose two scores are equal", table.name, len(equal))
     if not rows:
@@ -252,12 +228,6 @@ def _first_is_better(row: Row, where: str) -> bool | None:
     if label not in (0, 1):
         raise DataError(f"{where}: its label ({label!r}) must be 1 if the first response is better, else 0; or give scores")
     return bool(label)
-
-
-def _make_preference(row: Row, first_is_better: bool) -> Row:
-    responses = [_get_value(row, "response_a"), _get_value(row, "response_b")]
-    chosen, rejected = responses if first_is_better else responses[::-1]
-    return {**row, "prompt": _get_value(row, "prompt"), "chosen": chosen, "rejected": rejected}
 
 
 def _get_value(row: Row, name: str) -> Any:

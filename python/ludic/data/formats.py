@@ -7,10 +7,8 @@ columns are kept unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
-
-from ludic.types import Message
 
 Row = dict[str, Any]
 Kind = Literal["messages", "preference", "unpaired_preference", "prompt_completion", "prompt", "text"]
@@ -27,29 +25,13 @@ REQUIRED: dict[Kind, tuple[str, ...]] = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def detect_kind(columns: Iterable[str]) -> Kind | None:
-    """The first kind whose required columns exist; None if no kind fits."""
-    present = set(columns)
-    return next((kind for kind, needed in REQUIRED.items() if present.issuperset(needed)), None)
-
-
 def find_dialogue_columns(kind: Kind, row: Mapping[str, Any]) -> list[str]:
     """The columns with text or messages: the required ones, and the optional prompt of a
     preference."""
-    columns = [name for name in REQUIRED[kind] if name != "label"]
-    return ["prompt", *columns] if kind == "preference" and _has_prompt_of_its_form(row) else columns
-
-
-def _has_prompt_of_its_form(row: Mapping[str, Any]) -> bool:
-    """Whether a preference has a separate prompt. A text prompt next to conversations only repeats
-    their beginning."""
-    prompt = row.get("prompt")
-    return prompt is not None and not (isinstance(prompt, str) and isinstance(row.get("chosen"), list))
-
-
-def is_conversational(kind: Kind, row: Mapping[str, Any]) -> bool:
-    """Whether the row's first column of text or messages holds messages."""
-    return isinstance(row.get(find_dialogue_columns(kind, row)[0]), list)
+    columns, prompt = [name for name in REQUIRED[kind] if name != "label"], row.get("prompt")
+    # A text prompt next to conversations only repeats their beginning.
+    is_repeated = isinstance(prompt, str) and isinstance(row.get("chosen"), list)
+    return ["prompt", *columns] if kind == "preference" and prompt is not None and not is_repeated else columns
 
 
 def find_fault(row: Mapping[str, Any], kind: Kind, *, conversational: bool) -> str | None:
@@ -91,10 +73,14 @@ def _find_message_fault(name: str, messages: Sequence[Any]) -> str | None:
     return None
 
 
-def drop_empty_keys(messages: Sequence[Message]) -> list[Message]:
-    """The messages without empty keys: Arrow gives every message the keys of all messages, with
-    null values."""
-    return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in messages]
+def drop_empty_keys(kind: Kind, row: Row) -> Row:
+    """The row, with messages without empty keys: Arrow gives each message the keys of all messages,
+    with null values."""
+    row = dict(row)
+    for name in find_dialogue_columns(kind, row):
+        if isinstance(row[name], list):
+            row[name] = [{key: v for key, v in message.items() if v is not None or key == "content"} for message in row[name]]
+    return row
 
 
 def _name_type(value: Any) -> str:

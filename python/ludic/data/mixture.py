@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from random import Random
 from typing import Any
@@ -80,17 +80,16 @@ class DataMixture:
         entries = content.get("datasets")
         if not isinstance(entries, Sequence) or isinstance(entries, str):
             raise ConfigError(f"data.datasets ({entries!r}) must be a list of data sets, such as [{{id: a.jsonl, weight: 0.5}}]")
-        return cls(**{**content, "datasets": [_read_entry(entry, index) for index, entry in enumerate(entries)]})
-
-
-@dataclass(frozen=True)
-class _MixedTable(Table):
-    """Rows of several sources, each with its place in its own."""
-
-    places: Sequence[str] = field(default=())
-
-    def where(self, index: int) -> str:
-        return self.places[index]
+        datasets = []
+        for index, entry in enumerate(entries):
+            where = f"data.datasets[{index}]"
+            if not isinstance(entry, Mapping):
+                raise ConfigError(f"{where} ({entry!r}) must have keys: {{id: a.jsonl, weight: 0.5}}")
+            _check_keys(entry, MixtureEntry, where)
+            if "id" not in entry:
+                raise ConfigError(f"{where} has no id; set it to a file, a folder, or an id of the hub")
+            datasets.append(MixtureEntry(**entry))
+        return cls(**{**content, "datasets": datasets})
 
 
 def load_mixture(
@@ -108,7 +107,11 @@ def load_mixture(
     for entry in mixture.datasets:
         loaded = load_data(entry.id, kind=kind, columns=columns, config=entry.config, split=entry.split)
         forms.setdefault(loaded.conversational, entry.id)
-        kept = _kept_columns(entry, loaded, columns or {})
+        kept = loaded.columns
+        if entry.columns is not None:
+            if missing := [name for name in entry.columns if name not in kept]:
+                raise ConfigError(f"{entry.id} has no column {' and '.join(missing)}; it has {', '.join(kept)}")
+            kept = [name for name in kept if name in entry.columns or name in (columns or {})]
         drawn = entry.draw(len(loaded), mixture.seed)
         if not drawn:
             raise ConfigError(f"the weight of {entry.id} ({entry.weight}) takes none of its {len(loaded)} rows; raise it")
@@ -120,32 +123,9 @@ def load_mixture(
     Random(mixture.seed).shuffle(taken)
     names = dict.fromkeys(name for row, _ in taken for name in row)
     rows = [{name: row.get(name) for name in names} for row, _ in taken]
-    table = _MixedTable(
-        " + ".join(entry.id for entry in mixture.datasets),
-        "row",
-        rows,
-        list(range(1, len(rows) + 1)),
-        places=[p for _, p in taken],
-    )
+    name = " + ".join(entry.id for entry in mixture.datasets)
+    table = Table(name, "row", rows, range(1, len(rows) + 1), places=[place for _, place in taken])
     return DataSet(kind, next(iter(forms)), table)
-
-
-def _kept_columns(entry: MixtureEntry, loaded: DataSet, mapped: Mapping[str, Any]) -> list[str]:
-    if entry.columns is None:
-        return loaded.columns
-    missing = [name for name in entry.columns if name not in loaded.columns]
-    if missing:
-        raise ConfigError(f"{entry.id} has no column {' and '.join(missing)}; it has {', '.join(loaded.columns)}")
-    return [name for name in loaded.columns if name in entry.columns or name in mapped]
-
-
-def _read_entry(entry: Any, index: int) -> MixtureEntry:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"data.datasets[{index}] ({entry!r}) must have keys: {{id: a.jsonl, weight: 0.5}}")
-    _check_keys(entry, MixtureEntry, f"data.datasets[{index}]")
-    if "id" not in entry:
-        raise ConfigError(f"data.datasets[{index}] has no id; set it to a file, a folder, or an id of the hub")
-    return MixtureEntry(**entry)
 
 
 def _check_keys(content: Mapping[str, Any], kind: type[Any], where: str) -> None:

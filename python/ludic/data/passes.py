@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 from ludic.errors import ConfigError
 
-PassOrder = Callable[[int], Sequence[int]]
-"""The number of a pass, from 0 -> its order of samples."""
-
 
 class _Stretch(NamedTuple):
     """Consecutive passes of one length."""
@@ -34,8 +31,9 @@ class Passes:
     position 4, the second of pass 1; pass 1 ends at position 6, and pass 2 has positions 6 to 10.
     """
 
-    def __init__(self, length: int, order: PassOrder | None = None) -> None:
-        """`order` returns the order of a pass. With None every pass is in the order of the data.
+    def __init__(self, length: int, order: Callable[[int], Sequence[int]] | None = None) -> None:
+        """`order` returns the order of a pass, counted from 0. With None every pass is in the order
+        of the data.
 
         Saved positions are only valid for one order. Each caller therefore keeps the random stream
         that its checkpoints were written with.

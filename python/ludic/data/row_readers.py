@@ -1,7 +1,11 @@
-"""Readers of rows from a position on, for data that is larger than memory.
+"""Readers of rows from a position on, for data that is larger than memory. Each reads one file, or
+one data set of the `datasets` library.
 
 A position is a JSON value that only its reader understands; None is the beginning, or the end. No
-file is open between two reads.
+file is open between two reads. `read(position, rows)` returns up to `rows` of (place, raw row) and
+the position of the next row. `parse(raw, place)` makes a row of a raw one, and raises DataError if
+it is none. `count()` is None if the number of rows is not known without reading them. `identity()`
+changes with the content, as far as can be seen without reading it whole.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.data.formats import Row
-from ludic.data.sources import is_local, parse_line
+from ludic.data.sources import is_local, is_saved_data_set, open_arrow, parse_line
 from ludic.errors import DataError, MissingExtraError
 from ludic.files.jsonl import is_blank
 
@@ -23,33 +27,13 @@ _HASHED_BYTES = 65_536
 _HELD_OUT = re.compile(r"(test|val|valid|validation|dev)[-_.]", re.IGNORECASE)
 
 
-class RowReader(Protocol):
-    """One file, or one data set of the `datasets` library."""
-
-    @property
-    def name(self) -> str: ...
-
-    def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
-        """Up to `rows` of (place, raw row) from `position` on, and where the next row begins; None
-        if there is none."""
-
-    def parse(self, raw: Any, place: str) -> Row:
-        """The row. Raises DataError, naming the place, if it is none."""
-
-    def count(self) -> int | None:
-        """All rows; None if that is not known without reading them as a stream."""
-
-    def identity(self) -> Any:
-        """Changes with the content, as far as can be seen without reading it whole."""
-
-
 def open_readers(sources: Sequence[str], *, config: str | None = None, split: str = "train") -> list[RowReader]:
     """The readers of files, folders of files, and ids. Raises DataError for what cannot be read as
     a stream."""
     readers: list[RowReader] = []
     for source in sources:
         path = Path(source).expanduser()
-        if path.is_dir() and not _is_saved_data_set(path):
+        if path.is_dir() and not is_saved_data_set(path):
             readers += [_FILES[shard.suffix.lower()](str(shard), shard) for shard in _list_shards(path, source)]
         elif path.suffix.lower() in _FILES:
             if not path.is_file():
@@ -80,24 +64,21 @@ def _list_shards(folder: Path, source: str) -> list[Path]:
     return inside
 
 
-def _identify_file(path: Path) -> tuple[str, int, str]:
-    """Its name, its size, and a hash of its first and last bytes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(_HASHED_BYTES)
-        file.seek(max(0, size - _HASHED_BYTES))
-        return path.name, size, sha256(head + file.read()).hexdigest()[:16]
-
-
-def _is_saved_data_set(path: Path) -> bool:
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-class JSONLReader:
-    """One object a line. A position is [bytes, lines] before the next line."""
-
+class _FileReader:
     def __init__(self, name: str, path: Path) -> None:
         self.name, self._path = name, path
+
+    def identity(self) -> Any:
+        """Its name, its size, and a hash of its first and last bytes."""
+        size = self._path.stat().st_size
+        with self._path.open("rb") as file:
+            head = file.read(_HASHED_BYTES)
+            file.seek(max(0, size - _HASHED_BYTES))
+            return self._path.name, size, sha256(head + file.read()).hexdigest()[:16]
+
+
+class JSONLReader(_FileReader):
+    """One object a line. A position is [bytes, lines] before the next line."""
 
     def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
         offset, number = position or (0, 0)
@@ -120,15 +101,9 @@ class JSONLReader:
         with self._path.open("rb") as file:
             return sum(not is_blank(line) for line in file)
 
-    def identity(self) -> Any:
-        return _identify_file(self._path)
 
-
-class ParquetReader:
+class ParquetReader(_FileReader):
     """A position is [row group, row in it]."""
-
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self._path = name, path
 
     def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
         group, skipped = position or (0, 0)
@@ -157,16 +132,11 @@ class ParquetReader:
             raise DataError(f"{self.name} is not a parquet file: {error}") from error
 
     def parse(self, raw: Any, place: str) -> Row:
-        row: Row = raw
-        return row
+        return raw
 
     def count(self) -> int:
         with self._open() as file:
-            rows: int = file.metadata.num_rows
-            return rows
-
-    def identity(self) -> Any:
-        return _identify_file(self._path)
+            return file.metadata.num_rows
 
 
 def _rows_of_group(file: Any, group: int, skipped: int, taken: int) -> Iterator[tuple[int, Row]]:
@@ -206,7 +176,9 @@ class DatasetsReader:
     def _take(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
         number = 0 if position is None else int(position["rows"])
         if self._rows is None or position != self._at or position is None:
-            self._data = self._load()
+            path = Path(self.name).expanduser()
+            source = str(path) if is_saved_data_set(path) else self.name
+            self._data = open_arrow(self.name, source, self._config, self._split, streaming=True)
             if position is not None:
                 self._data.load_state_dict(position["state"])
             self._rows = iter(self._data)
@@ -219,17 +191,6 @@ class DatasetsReader:
         self._rows = self._at = None
         return found, None
 
-    def _load(self) -> Any:
-        try:
-            import datasets
-        except ImportError as error:
-            raise MissingExtraError.for_extra("datasets", "datasets") from error
-        path = Path(self.name).expanduser()
-        if _is_saved_data_set(path):
-            loaded = datasets.load_from_disk(str(path))
-            return (loaded[self._split] if isinstance(loaded, datasets.DatasetDict) else loaded).to_iterable_dataset()
-        return datasets.load_dataset(self.name, self._config, split=self._split, streaming=True)
-
     def parse(self, raw: Any, place: str) -> Row:
         return dict(raw)
 
@@ -240,4 +201,5 @@ class DatasetsReader:
         return (self.name, self._config, self._split)
 
 
+RowReader = JSONLReader | ParquetReader | DatasetsReader
 _FILES: dict[str, Any] = {".jsonl": JSONLReader, ".ndjson": JSONLReader, ".parquet": ParquetReader}

@@ -82,7 +82,7 @@ class RowStream:
 
     def first(self, rows: int) -> list[tuple[str, Row]]:
         """At most `rows` rows of one pass, in the order of the files. Changes no state."""
-        found, _ = self._read(list(range(len(self.readers))), (0, None), rows)
+        found, _ = self._read(range(len(self.readers)), (0, None), rows)
         return [(place, reader.parse(raw, place)) for reader, place, raw in found]
 
     def count_rows(self) -> int | None:
@@ -94,7 +94,10 @@ class RowStream:
     def _fill(self) -> None:
         """Read the next block."""
         self._start = self._next
-        self._block, self._next = self._read(self._file_order(), self._start, self.buffer_rows)
+        order: Sequence[int] = range(len(self.readers))
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.pass_number]).permutation(len(self.readers)).tolist()
+        self._block, self._next = self._read(order, self._start, self.buffer_rows)
         if not self._block:
             if not self._rows_in_pass:
                 raise DataError(f"there are no rows in {', '.join(reader.name for reader in self.readers)}")
@@ -107,13 +110,6 @@ class RowStream:
         self._offset = 0
         self._number += 1
         self._rows_in_pass += count
-
-    def _file_order(self) -> list[int]:
-        count = len(self.readers)
-        if not self.shuffle or count == 1:
-            return list(range(count))
-        order: list[int] = np.random.default_rng([self.seed, self.pass_number]).permutation(count).tolist()
-        return order
 
     def _read(
         self, order: Sequence[int], start: tuple[int, Any], rows: int

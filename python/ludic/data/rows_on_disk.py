@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar, overload
+from typing import BinaryIO, Generic, TypeVar, overload
 
 from ludic.data.formats import Row
 from ludic.data.sources import Table, is_local, open_arrow, parse_line
@@ -110,22 +110,6 @@ class LineRows(Lazy[Row]):
         return parse_line(line, f"{self._name}, line {number}")
 
 
-class _ArrowRows(Lazy[Row]):
-    """The rows of a data set of the `datasets` library, which maps them from its files."""
-
-    def __init__(self, loaded: Any) -> None:
-        self._loaded = loaded
-
-    def __len__(self) -> int:
-        return len(self._loaded)
-
-    def read(self, index: int) -> Row:
-        return dict(self._loaded[index])
-
-    def __iter__(self) -> Iterator[Row]:
-        return map(dict, self._loaded)
-
-
 def open_table(source: str, *, config: str | None = None, split: str = "train") -> Table:
     """The rows of a JSONL file, a parquet file, a folder or a hub id, left on disk. `config` and
     `split` are for ids and folders. Raises DataError for anything else."""
@@ -142,7 +126,8 @@ def open_table(source: str, *, config: str | None = None, split: str = "train") 
     if not path.exists() and is_local(source):
         raise DataError(f"{source} does not exist, seen from {Path.cwd()}")
     loaded = open_arrow(source, str(path) if path.exists() else source, config, split)
-    return Table(source, "row", _ArrowRows(loaded), range(1, len(loaded) + 1))
+    rows_of_arrow = Changed(loaded, lambda _, row: dict(row))  # the library maps them from its files
+    return Table(source, "row", rows_of_arrow, range(1, len(loaded) + 1))
 
 
 def _stamp(file: BinaryIO) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError
 from ludic.types import Message
 
 AUTO = "auto"
@@ -53,12 +53,6 @@ ALPACA_PROMPT_WITH_INPUT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 SHOWN_VALUE = 60
-
-
-def check_format_name(name: str, setting: str = "data_format") -> None:
-    """Raise ConfigError unless `name`, the value of `setting`, is a format or `auto`."""
-    if name not in (AUTO, *FORMATS):
-        raise ConfigError(f"{setting} ({name}) must be auto or one of {', '.join(FORMATS)}")
 
 
 def detect_format(row: Mapping[str, Any]) -> str | None:
@@ -201,7 +195,8 @@ def _convert_turn(turn: Any, where: str) -> Message:
     if sender != "function_call":
         return {"role": role, "content": value}
     calls = _parse(value, f"{where}: its value, a function_call,")
-    return {"role": role, "content": "", "tool_calls": [_make_call(call, where) for call in _as_list(calls)]}
+    listed = calls if isinstance(calls, list) and calls else [calls]
+    return {"role": role, "content": "", "tool_calls": [_make_call(call, where) for call in listed]}
 
 
 def _make_call(call: Any, where: str) -> dict[str, Any]:
@@ -217,10 +212,6 @@ def _parse(text: str, what: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise DataError(f"{what} ({_shown(text)}) is not JSON: {error}") from error
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) and value else [value]
 
 
 def _read_text(row: Mapping[str, Any], column: str, where: str, default: str | None = None) -> str:

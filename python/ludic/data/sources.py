@@ -11,7 +11,7 @@ import glob
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -38,10 +38,12 @@ class Table:
     numbers: Sequence[int]
     equal_scores: list[int] = field(default_factory=list)
     """Numbers of the rows that were left out because their two scores are equal."""
+    places: Sequence[str] = ()
+    """Of a mixture: the place of each row in the table that it came from."""
 
     def where(self, index: int) -> str:
         """Such as `problems.jsonl, line 17`."""
-        return f"{self.name}, {self.unit} {self.numbers[index]}"
+        return self.places[index] if self.places else f"{self.name}, {self.unit} {self.numbers[index]}"
 
 
 @dataclass(frozen=True)
@@ -103,32 +105,24 @@ def _read_json(name: str, path: Path, draw: Draw) -> Table:
 def _read_csv(name: str, path: Path, draw: Draw) -> Table:
     """All cells are text: `007` stays `007`."""
     lines = csv.reader(io.StringIO(_read_text(name, path), newline=""), strict=True)
-    records = _read_csv_records(name, lines)
-    _, header = next(records, (1, []))
+    records: list[tuple[int, list[str]]] = []  # the first line of the record, and its cells
+    begins = 1
+    try:
+        for cells in lines:
+            records += [(begins, cells)] if cells else []  # without blank lines
+            begins = lines.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{name}, line {begins} is not CSV: {error}; long texts are better kept as .jsonl") from error
+    _, header = records.pop(0) if records else (1, [])
     if not header or len(set(header)) != len(header):
         raise DataError(f"{name}, line 1 must name each column once, got {header}")
-    all_records = list(records)
     rows, numbers = [], []
-    for number, cells in (all_records[index] for index in draw.of(len(all_records))):
+    for number, cells in (records[index] for index in draw.of(len(records))):
         if len(cells) != len(header):
             raise DataError(f"{name}, line {number} has {len(cells)} cells for {len(header)} columns ({', '.join(header)})")
         rows.append(dict(zip(header, cells, strict=True)))
         numbers.append(number)
     return Table(name, "line", rows, numbers)
-
-
-def _read_csv_records(name: str, lines: Any) -> Iterator[tuple[int, list[str]]]:
-    """(first line of the record, cells); skips blank lines."""
-    while True:
-        begins = lines.line_num + 1
-        try:
-            cells = next(lines, None)
-        except csv.Error as error:
-            raise DataError(f"{name}, line {begins} is not CSV: {error}; long texts are better kept as .jsonl") from error
-        if cells is None:
-            return
-        if cells:
-            yield begins, cells
 
 
 def _read_parquet(name: str, path: Path, draw: Draw) -> Table:
@@ -160,20 +154,26 @@ def _load_datasets(name: str, source: str, config: str | None, split: str, draw:
     return _number_rows(name, (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list(), drawn)
 
 
-def open_arrow(name: str, source: str, config: str | None, split: str) -> Any:
+def is_saved_data_set(path: Path) -> bool:
+    """Whether `save_to_disk` of the `datasets` library wrote this folder."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def open_arrow(name: str, source: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
     """A parquet file, a folder or an id as a data set of the `datasets` library, whose rows stay on
-    disk. The library runs no code of the data set."""
+    disk; with `streaming` as an iterable one. The library runs no code of the data set."""
     try:
         import datasets
     except ImportError as error:
         raise MissingExtraError.for_extra("datasets", "datasets") from error
     try:
-        if (Path(source) / "state.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
+        if is_saved_data_set(Path(source)):
             loaded = datasets.load_from_disk(source)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            return loaded.to_iterable_dataset() if streaming else loaded
         if Path(source).is_file():
             return datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
-        return datasets.load_dataset(source, config, split=split)
+        return datasets.load_dataset(source, config, split=split, streaming=streaming)
     except Exception as error:  # its exceptions have no common base
         raise DataError(
             f"{name} (config {config}, split {split}) could not be loaded: {type(error).__name__}: {error}"

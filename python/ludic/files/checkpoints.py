@@ -99,18 +99,15 @@ def parse_step(folder: Path) -> int:
     return int(match.group(1))
 
 
-def _is_older_step(other: Path, folder: Path) -> bool:
-    return STEP_NAME.fullmatch(other.name) is not None and parse_step(other) < parse_step(folder)
-
-
 def _had_manifest(folder: Path) -> bool:
     """Whether a version that writes manifests wrote this checkpoint."""
     if not STEP_NAME.fullmatch(folder.name):
         return False
-    verified = (manifest.parent for manifest in folder.parent.glob(f"step_*/{MANIFEST}"))
     written = folder.stat().st_mtime
-    if any(_is_older_step(other, folder) and other.stat().st_mtime < written for other in verified):
-        return True
+    for other in (manifest.parent for manifest in folder.parent.glob(f"step_*/{MANIFEST}")):
+        is_older = STEP_NAME.fullmatch(other.name) is not None and parse_step(other) < parse_step(folder)
+        if is_older and other.stat().st_mtime < written:
+            return True
     try:
         pointer = read_json(folder.parent / LATEST)
     except (CheckpointError, OSError):

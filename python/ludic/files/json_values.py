@@ -40,7 +40,7 @@ def encode_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
             pass
         except Exception as error:
             failures.append(error)
-        yield json.dumps(_make_encodable(record, ()), allow_nan=False).encode() + b"\n"
+        yield json.dumps(make_encodable(record), allow_nan=False).encode() + b"\n"
     if failures:
         logger.warning(
             "%d records hold what cannot be written (%s), and a note in its place instead",
@@ -85,18 +85,13 @@ def is_finite(value: Any) -> bool:
         return False
 
 
-def make_encodable(value: Any) -> Any:
-    """`value` made of what JSON can express, by the rules of `encode_lines`: a number that is not
-    finite is None."""
-    return _make_encodable(value, ())
-
-
 _ENCODER = msgspec.json.Encoder(enc_hook=to_builtin)
 
 
-def _make_encodable(value: Any, within: tuple[int, ...]) -> Any:
-    """`value` made of what `json.dumps` accepts. `within`: the ids of the values that contain it,
-    which show whether a value contains itself."""
+def make_encodable(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """`value` made of what JSON can express, by the rules of `encode_lines`: a number that is not
+    finite is None. `within`: the ids of the values that contain it, which show whether a value
+    contains itself."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):
@@ -107,17 +102,14 @@ def _make_encodable(value: Any, within: tuple[int, ...]) -> Any:
         return f"<this {type(value).__name__} contains itself>"
     if len(within) >= DEEPEST:
         return f"<nested deeper than {DEEPEST} levels>"
+    within = (*within, id(value))
     try:
-        return _make_parts_encodable(value, (*within, id(value)))
+        if isinstance(value, Mapping):
+            return {str(key): make_encodable(part, within) for key, part in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [make_encodable(part, within) for part in value]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: make_encodable(getattr(value, field.name), within) for field in dataclasses.fields(value)}
+        return make_encodable(msgspec.to_builtins(value, enc_hook=to_builtin), within)
     except Exception as error:
         return f"<this {type(value).__name__} cannot be written: {type(error).__name__}>"
-
-
-def _make_parts_encodable(value: Any, within: tuple[int, ...]) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _make_encodable(part, within) for key, part in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_make_encodable(part, within) for part in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _make_encodable(getattr(value, field.name), within) for field in dataclasses.fields(value)}
-    return _make_encodable(msgspec.to_builtins(value, enc_hook=to_builtin), within)

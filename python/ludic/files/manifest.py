@@ -46,7 +46,12 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], *, described: Mapping
     """
     described = described or {}
     for name, entry in described.items():
-        _check_size(folder / name, entry)
+        size = (folder / name).stat().st_size if (folder / name).exists() else None
+        if size != entry["size"]:
+            raise CheckpointError(
+                f"{folder / name} has {size} bytes here and {entry['size']} where it was written; checkpoints of a sharded model need a "
+                "file system that all ranks see"
+            )
     files = describe_files(folder, (name for name in _list_files(folder) if name not in described))
     files |= {name: [entry] for name, entry in described.items()}  # a network file system may list new files late
     write_hashed_json(folder / MANIFEST, {"schema": SCHEMA, **facts, "files": dict(sorted(files.items()))})
@@ -70,17 +75,12 @@ def describe_file(path: Path) -> dict[str, Any]:
     """Size and hash of a file that was just written. Raises CheckpointError for a safetensors file
     that is shorter than its header says."""
     if path.suffix == ".safetensors":
-        _check_length(path)
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} was not written whole ({error}); check the disk") from error
     return _describe(path)
-
-
-def _check_size(path: Path, entry: Mapping[str, Any]) -> None:
-    size = path.stat().st_size if path.exists() else None
-    if size != entry["size"]:
-        raise CheckpointError(
-            f"{path} has {size} bytes here and {entry['size']} where it was written; checkpoints of a sharded model need a file "
-            "system that all ranks see"
-        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -109,14 +109,6 @@ def _check_hash(path: Path, content: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path.name} is damaged: its content is not what its hash says")
 
 
-def _check_schema(manifest: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for the manifest of a newer version."""
-    if manifest["schema"] > SCHEMA:
-        raise CheckpointError(
-            f"{MANIFEST} has schema {manifest['schema']}; this version of ludic reads up to {SCHEMA}: update ludic"
-        )
-
-
 def hash_manifest(folder: Path) -> str | None:
     """The hash that the manifest of `folder` has of itself; None without a manifest."""
     return str(read_manifest(folder)[HASH]) if (folder / MANIFEST).exists() else None
@@ -134,7 +126,10 @@ def find_faults(folder: Path, foreign: Iterable[str] = ()) -> list[str]:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [str(error)]
-    _check_schema(manifest)
+    if manifest["schema"] > SCHEMA:
+        raise CheckpointError(
+            f"{MANIFEST} has schema {manifest['schema']}; this version of ludic reads up to {SCHEMA}: update ludic"
+        )
     files: dict[str, list[dict[str, Any]]] = manifest["files"]
     faults = find_changes(folder, files)
     faults += [f"{name} was added later" for name in foreign if name not in files and (folder / name).exists()]
@@ -146,7 +141,17 @@ def find_faults(folder: Path, foreign: Iterable[str] = ()) -> list[str]:
 def find_changes(folder: Path, files: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     """One phrase for each of the `files`, as `describe_files` gave them, that is another one now.
     Every byte is read."""
-    return [fault for name, versions in files.items() if (fault := _find_fault(folder / name, versions)) is not None]
+    faults = []
+    for path, versions in ((folder / name, versions) for name, versions in files.items()):
+        try:
+            size = path.stat().st_size
+            if all(size != version["size"] for version in versions):
+                faults.append(f"{path.name} has {size:,} bytes, not {versions[-1]['size']:,}")
+            elif _describe(path) not in versions:
+                faults.append(f"the content of {path.name} has changed")
+        except FileNotFoundError:
+            faults.append(f"{path.name} is missing")
+    return faults
 
 
 def replace_listed_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
@@ -184,24 +189,6 @@ def _describe(path: Path) -> dict[str, Any]:
         while block := file.read(_BLOCK):
             digest.update(block)
     return {"size": path.stat().st_size, HASH: digest.hexdigest()}
-
-
-def _find_fault(path: Path, versions: list[dict[str, Any]]) -> str | None:
-    try:
-        size = path.stat().st_size
-        if all(size != version["size"] for version in versions):
-            return f"{path.name} has {size:,} bytes, not {versions[-1]['size']:,}"
-        return None if _describe(path) in versions else f"the content of {path.name} has changed"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-
-
-def _check_length(path: Path) -> None:
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} was not written whole ({error}); check the disk") from error
 
 
 SETTLED_NS = 2 * 10**9

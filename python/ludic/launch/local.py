@@ -1,4 +1,5 @@
-"""Runs processes as children of this process, on this machine."""
+"""Runs processes as children of this process, on this machine, and says which GPUs which of them
+sees."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ludic.errors import LaunchError
 from ludic.launch import guard
-from ludic.launch.gpus import GpuPool, find_gpus
-from ludic.launch.process import Ended, Process, Started
+from ludic.launch.process import Ended, Place, Process, Started
 from ludic.launch.rank_environment import without_rank
 
 LOOPBACK = "127.0.0.1"
@@ -28,7 +29,7 @@ KILL_S = guard.KILL_DEADLINE_S + 5.0
 POLL_S = 0.01
 
 
-class LocalPlace:
+class LocalPlace(Place):
     """Child processes, each under a guard that ends it with all that it started: when it ends, when
     it is stopped, and when this process is gone, however that ended.
 
@@ -48,7 +49,7 @@ class LocalPlace:
         variables = self._gpus.lend(process)
         hosts = dict.fromkeys(process.named_hosts(), LOOPBACK)
         try:
-            child = _Child(process.with_argv(process.resolve(sys.executable, hosts)), self._folder, variables)
+            child = _Child(replace(process, argv=process.resolve(sys.executable, hosts)), self._folder, variables)
         except BaseException:
             self._gpus.give_back(process.name)
             raise
@@ -88,7 +89,7 @@ class LocalPlace:
         return ended
 
     def _forget(self, name: str) -> None:
-        self._running.pop(name).close()
+        self._running.pop(name).kill()
         self._gpus.give_back(name)
 
 
@@ -148,21 +149,16 @@ class _Child:
             self._link.send(bytes([number]))
 
     def kill(self) -> None:
-        """Make the guard kill the process and all that it started."""
+        """Make the guard kill what still runs of the process and of all that it started."""
         self._link.close()
 
     def wait(self, timeout_s: float) -> Ended:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(timeout_s)
-        return self.poll() or self._give_up()
-
-    def _give_up(self) -> Ended:
-        self._guard.kill()
-        self._guard.wait()
+        if self._guard.poll() is None:
+            self._guard.kill()
+            self._guard.wait()
         return self.poll() or Ended(self.name, None, signal.SIGKILL, time.monotonic() - self._began, "")
-
-    def close(self) -> None:
-        self._link.close()
 
 
 TAIL_LINES, TAIL_BYTES = 20, 4096
@@ -197,3 +193,48 @@ class ProcessLog:
         except OSError as error:
             return f"({self.path}: {error.strerror})"
         return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICES = Path("/proc/driver/nvidia/gpus")
+
+
+def find_gpus(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[str]:
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them: those that it lists
+    if it is set, else all that the driver has."""
+    visible = environment.get(VISIBLE)
+    if visible is not None:
+        return [name for part in visible.split(",") if (name := part.strip()) and name != "-1"]
+    return [str(number) for number in range(len(os.listdir(devices)))] if devices.is_dir() else []
+
+
+class GpuPool:
+    """Lends GPUs to processes. Whole numbers are GPUs of their own; a fraction shares one."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._free = dict.fromkeys(gpus, 1.0)
+        self._lent: dict[str, tuple[list[str], float]] = {}
+
+    def lend(self, process: Process) -> dict[str, str]:
+        """The variables that show the process its GPUs; empty for a process that requested none.
+        Raises LaunchError if too few are free."""
+        if process.gpus == 0:
+            return {}
+        share = min(process.gpus, 1.0)
+        fitting = sorted((free, gpu) for gpu, free in self._free.items() if free >= share - 1e-9)
+        count = max(1, int(process.gpus))
+        if len(fitting) < count:
+            raise LaunchError(
+                f"{process.name} needs {process.gpus:g} GPUs, but of the {len(self._free)} of this machine only {len(fitting)} have room; "
+                f"ask for fewer, or set {VISIBLE} to more"
+            )
+        chosen = sorted((gpu for _, gpu in fitting[:count]), key=list(self._free).index)  # the fullest that fits
+        for gpu in chosen:
+            self._free[gpu] -= share
+        self._lent[process.name] = chosen, share
+        return {VISIBLE: ",".join(chosen)}
+
+    def give_back(self, name: str) -> None:
+        chosen, share = self._lent.pop(name, ([], 0.0))
+        for gpu in chosen:
+            self._free[gpu] = min(1.0, self._free[gpu] + share)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import signal
 import signal as signals
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from ludic.errors import TRY_AGAIN, ConfigError
 
@@ -21,7 +20,7 @@ USAGE = 2
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")
+HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,13 @@ class Process:
 
     def named_hosts(self) -> set[str]:
         """The processes whose machines the command names."""
-        return {name for part in self.argv for name in _HOST.findall(part)}
+        return {name for part in self.argv for name in HOST.findall(part)}
 
     def resolve(self, python: str, hosts: Mapping[str, str]) -> tuple[str, ...]:
         """The command with the interpreter `python` and with `hosts` (process -> address) filled
         in. With hosts {"a": "10.0.0.1"}, `--to={host:a}:80` becomes `--to=10.0.0.1:80`."""
         first = python if self.argv[0] == PYTHON else self.argv[0]
-        return tuple(_HOST.sub(lambda found: hosts[found[1]], part) for part in (first, *self.argv[1:]))
-
-    def with_argv(self, argv: tuple[str, ...]) -> Process:
-        return replace(self, argv=argv)
+        return tuple(HOST.sub(lambda found: hosts[found[1]], part) for part in (first, *self.argv[1:]))
 
 
 def check_processes(processes: list[Process]) -> None:
@@ -136,29 +132,29 @@ class Ended:
         return f"{self.name} {how} after {self.seconds:.1f} s"
 
 
-class Place(Protocol):
+class Place(ABC):
     """Runs processes. A process ends with the place, even if the place's own process is killed."""
 
+    @abstractmethod
     def start(self, process: Process) -> None:
         """Start a process that does not run. `poll` reports when it has started, or `Ended` if it
         cannot be placed. Raises LaunchError if it cannot be started at all."""
-        ...
 
+    @abstractmethod
     def poll(self) -> list[Started | Ended]:
         """What has happened since the last call, in order, each event once. Does not wait."""
-        ...
 
-    def ask(self, name: str, number: int = signal.SIGTERM) -> None:
+    @abstractmethod
+    def ask(self, name: str, number: int = signals.SIGTERM) -> None:
         """Send the signal to a process, which may end, and do not wait. Does nothing if it does not
         run."""
-        ...
 
+    @abstractmethod
     def stop(self, names: Sequence[str], grace_s: float) -> list[Ended]:
         """End processes: SIGTERM, and SIGKILL for them and all that they started after `grace_s`
         seconds, or immediately if that is 0. Names that do not run are left out."""
-        ...
 
+    @abstractmethod
     def close(self, grace_s: float = 0.0) -> list[Ended]:
         """End all processes, within the same `grace_s` seconds, and free the place. A second call
         does nothing."""
-        ...

@@ -64,13 +64,13 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int 
     Variables of a Slurm job alone do not count: a batch script, in which `srun` was not called, is
     one process. Raises ConfigError for variables that are incomplete or contradict each other.
     """
-    environment = None
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        environment = _read_torchrun(environ)
-    elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        environment = _read_slurm(environ, port)
-    if environment is None or environment.world_size == 1:
+    is_torchrun = "RANK" in environ and "WORLD_SIZE" in environ
+    if not is_torchrun and not ("SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ):
         return None
+    world_size = _read_number(environ, "WORLD_SIZE" if is_torchrun else "SLURM_STEP_NUM_TASKS")
+    if world_size == 1:
+        return None
+    environment = _read_torchrun(environ, world_size) if is_torchrun else _read_slurm(environ, world_size, port)
     if not 0 <= environment.rank < environment.world_size:
         raise ConfigError(
             f"the environment says that this is rank {environment.rank} of {environment.world_size}; ranks count from 0"
@@ -78,10 +78,7 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int 
     return environment
 
 
-def _read_torchrun(environ: Mapping[str, str]) -> RankEnvironment | None:
-    world_size = _read_number(environ, "WORLD_SIZE")
-    if world_size == 1:
-        return None
+def _read_torchrun(environ: Mapping[str, str], world_size: int) -> RankEnvironment:
     return RankEnvironment(
         rank=_read_number(environ, "RANK"),
         world_size=world_size,
@@ -95,10 +92,7 @@ def _read_torchrun(environ: Mapping[str, str]) -> RankEnvironment | None:
     )
 
 
-def _read_slurm(environ: Mapping[str, str], port: int | None) -> RankEnvironment | None:
-    world_size = _read_number(environ, "SLURM_STEP_NUM_TASKS")
-    if world_size == 1:
-        return None
+def _read_slurm(environ: Mapping[str, str], world_size: int, port: int | None) -> RankEnvironment:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if "MASTER_ADDR" not in environ and not nodes:
         raise ConfigError(

@@ -19,16 +19,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from ludic import __version__
 from ludic.errors import ConfigError, LaunchError, MissingExtraError
 from ludic.launch.guard import KILL_DEADLINE_S
 from ludic.launch.local import LocalPlace
-from ludic.launch.process import PYTHON, Ended, Process, Started, check_processes
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from ludic.launch.process import PYTHON, Ended, Place, Process, Started, check_processes
 
 ROOM_S = 60.0
 """How long to wait for room on the cluster, and for the actor of a process to be up."""
@@ -60,7 +58,7 @@ class _Held:
     began: float = 0.0
 
 
-class RayPlace:
+class RayPlace(Place):
     """Processes on a Ray cluster, in one placement group with a bundle for each.
 
     `address`: `local` (a cluster on this machine, only for this place), `auto` (the cluster that
@@ -114,7 +112,7 @@ class RayPlace:
     def poll(self) -> list[Started | Ended]:
         awaited = {held.reply: held for held in self._held.values() if held.reply is not None}
         news: list[Started | Ended] = []
-        for reply in self._ready(list(awaited)):
+        for reply in self._wait(list(awaited), 0):
             news += self._advance(awaited[reply])
         for held in self._held.values():
             if held.stage in ("placing", "starting") and time.monotonic() > held.deadline:
@@ -169,7 +167,10 @@ class RayPlace:
 
     def _wait(self, replies: list[Any], timeout_s: float) -> list[Any]:
         """The replies that have come within `timeout_s`."""
-        return list(self._ray.wait(replies, num_returns=len(replies), timeout=timeout_s)[0]) if replies else []
+        try:
+            return list(self._ray.wait(replies, num_returns=len(replies), timeout=timeout_s)[0]) if replies else []
+        except ConnectionError as error:
+            raise LaunchError(f"the Ray cluster does not answer any more: {error}") from error
 
     def _place_actor(self, held: _Held) -> None:
         """Begin to start the actor of a process in its bundle."""
@@ -207,14 +208,6 @@ class RayPlace:
         argv = held.process.resolve(PYTHON, addresses)
         held.reply = held.actor.start.remote(held.process.name, list(argv), dict(held.process.env))
         held.stage, held.deadline = "starting", time.monotonic() + self._room_s
-
-    def _ready(self, replies: list[Any]) -> list[Any]:
-        if not replies:
-            return []
-        try:
-            return list(self._ray.wait(replies, num_returns=len(replies), timeout=0)[0])
-        except ConnectionError as error:
-            raise LaunchError(f"the Ray cluster does not answer any more: {error}") from error
 
     def _advance(self, held: _Held) -> list[Started | Ended]:
         """Handle the answer that has come."""
@@ -361,24 +354,20 @@ class Holder:
         except LaunchError as error:
             return {"error": str(error)}
         started = self._place.poll()[0]
-        if isinstance(started, Ended):
-            raise AssertionError("a start is reported first")
+        assert isinstance(started, Started)
         return {"pid": started.pid, "host": started.host, "log": started.log}
 
     async def wait(self) -> dict[str, Any]:
         """How the process ended, once it has."""
         while self._ended is None:
             if os.getppid() != self._raylet:
-                self._end_without_raylet()
+                # Ray's own process of the machine is gone. Ray ends its actors then, but sees no
+                # end in a container whose first process leaves the dead uncollected.
+                self._place.close()
+                os._exit(1)
             self._ended = next((report for report in self._place.poll() if isinstance(report, Ended)), None)
             await asyncio.sleep(0 if self._ended else WATCH_S)
         return vars(self._ended)
-
-    def _end_without_raylet(self) -> None:
-        """End this actor's process with Ray's own process of the machine. Ray does so too, but not
-        in a container whose first process leaves the dead uncollected, where it sees no end."""
-        self._place.close()
-        os._exit(1)
 
     async def ask(self, number: int) -> None:
         self._place.ask(self._name, number)

@@ -62,6 +62,11 @@ class _Slot:
     """When to start it, by the supervisor's clock; None if it is not to be started."""
 
     @property
+    def names(self) -> dict[str, str]:
+        """The process in an event."""
+        return {"name": self.process.name, "role": self.process.role}
+
+    @property
     def is_live(self) -> bool:
         return self.start_at is not None or self.state.state in ("starting", "running")
 
@@ -128,7 +133,7 @@ class Supervisor:
         are the following ones. Raises LaunchError if a process cannot be started the first time.
         """
         status: int | None = None
-        with self._catch_signals():
+        with catch_stop_signals(self.request_stop):
             try:
                 while (status := self.tick()) is None:
                     self._sleep(POLL_S)
@@ -146,7 +151,10 @@ class Supervisor:
         status = None
         for report in self._place.poll():
             if isinstance(report, Started):
-                self._on_started(report)
+                slot = self._slots[report.name]
+                slot.state.pid, slot.state.host, slot.state.log = report.pid, report.host, report.log
+                self._change(slot, "running")
+                self._events.write("start", **slot.names, pid=report.pid, host=report.host, restarts=slot.state.restarts)
             elif (found := self._on_ended(report)) is not None:
                 status = found if status is None or (status != DONE and found in FINAL) else status
         if self._signals:
@@ -154,7 +162,7 @@ class Supervisor:
         if status is None and self._stopped_by is not None:
             status = self._stop_status()
         if status is None and self._stopped_by is None:
-            self._start_due()
+            status = self._start_due()
         if self._clock() >= self._beat_at:
             self._write_state()
         return status
@@ -162,38 +170,31 @@ class Supervisor:
     def _trainers(self) -> list[_Slot]:
         return [slot for slot in self._slots.values() if slot.process.role == self._until]
 
-    def _start_due(self) -> None:
-        """Start the processes that are due. A role waits for the roles before it until they have
-        started once."""
-        for slot in self._slots.values():
-            if slot.start_at is not None and slot.start_at <= self._clock() and self._may_start(slot):
-                self._start(slot)
-
     def _may_start(self, slot: _Slot) -> bool:
-        earlier = [other.state for other in self._before(slot)]
-        return slot.state.since is not None or all(state.since is not None and state.state != "starting" for state in earlier)
-
-    def _before(self, slot: _Slot) -> Iterator[_Slot]:
-        for other in self._slots.values():
+        """A role waits for the roles before it until they have started once."""
+        for other in self._slots.values() if slot.state.since is None else ():
             if other.process.role == slot.process.role:
-                return
-            yield other
+                break
+            if other.state.since is None or other.state.state == "starting":
+                return False
+        return True
 
-    def _start(self, slot: _Slot) -> None:
-        again, slot.start_at = slot.state.last_end is not None, None
-        self._change(slot, "starting")
-        try:
-            self._place.start(slot.process)
-        except LaunchError as error:
-            if not again:
-                raise
-            self._on_ended(Ended(slot.process.name, None, None, 0.0, str(error)))
-
-    def _on_started(self, started: Started) -> None:
-        slot = self._slots[started.name]
-        slot.state.pid, slot.state.host, slot.state.log = started.pid, started.host, started.log
-        self._change(slot, "running")
-        self._events.write("start", **self._name(slot), pid=started.pid, host=started.host, restarts=slot.state.restarts)
+    def _start_due(self) -> int | None:
+        """Start the processes that are due. Returns the exit status of the run if one cannot be
+        started again, and the run is over."""
+        for slot in self._slots.values():
+            if slot.start_at is None or slot.start_at > self._clock() or not self._may_start(slot):
+                continue
+            again, slot.start_at = slot.state.last_end is not None, None
+            self._change(slot, "starting")
+            try:
+                self._place.start(slot.process)
+            except LaunchError as error:
+                if not again:
+                    raise
+                if (status := self._on_ended(Ended(slot.process.name, None, None, 0.0, str(error)))) is not None:
+                    return status
+        return None
 
     def _on_ended(self, ended: Ended) -> int | None:
         """Returns the exit status of the run if it is over."""
@@ -243,11 +244,11 @@ class Supervisor:
         slot.start_at = self._clock() + delay
         slot.state.restarts += 1
         self._change(slot, "waiting")
-        self._events.write("restart", **self._name(slot), delay_s=delay, restarts=slot.state.restarts)
+        self._events.write("restart", **slot.names, delay_s=delay, restarts=slot.state.restarts)
 
     def _give_up(self, slot: _Slot, ended: Ended) -> int | None:
         self._change(slot, "given_up")
-        self._events.write("give_up", **self._name(slot), status=ended.status)
+        self._events.write("give_up", **slot.names, status=ended.status)
         window = f"{self._window_s / 60:g} minutes"
         why = (
             "a restart would not help" if ended.code in FINAL else f"it has used its {slot.process.restarts} restarts in {window}"
@@ -307,7 +308,7 @@ class Supervisor:
         slot.state.last_end = {"time": time.time(), **facts, "text": ended.describe()}
         slot.state.pid = None
         tail = {} if ended.status == DONE else {"tail": ended.tail}
-        self._events.write("end", **self._name(slot), **facts, seconds=round(ended.seconds, 3), **tail)
+        self._events.write("end", **slot.names, **facts, seconds=round(ended.seconds, 3), **tail)
 
     def _change(self, slot: _Slot, state: str) -> None:
         slot.state.state, slot.state.since = state, time.time()
@@ -320,25 +321,18 @@ class Supervisor:
         except OSError as error:
             logger.warning("launch.json cannot be written (%s); `ludic status` shows an old state", error.strerror)
 
-    @staticmethod
-    def _name(slot: _Slot) -> dict[str, Any]:
-        return {"name": slot.process.name, "role": slot.process.role}
 
-    @contextlib.contextmanager
-    def _catch_signals(self) -> Iterator[None]:
-        """While entered, SIGTERM and SIGINT request a stop."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {
-            number: signal.signal(number, lambda number, _: self.request_stop(number))
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+@contextlib.contextmanager
+def catch_stop_signals(request_stop: Callable[[int], None]) -> Iterator[None]:
+    """While entered in the main thread, SIGTERM and SIGINT call `request_stop` with the number."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+    previous = {number: signal.signal(number, lambda number, _: request_stop(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _indent(tail: str) -> str:
@@ -366,36 +360,14 @@ class EventLog:
     def write(self, event: str, /, **facts: Any) -> None:
         line = json.dumps({"time": round(self._now(), 3), "event": event, **facts}).encode() + b"\n"
         try:
-            self._append(line)
+            with self.path.open("ab+", buffering=0) as file:  # one system call, so that lines of several processes do not mix
+                size = file.tell()
+                torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"  # what a killed process left of a line
+                file.write(b"\n" + line if torn else line)
         except OSError as error:
             if not self._failed:
                 logger.warning("%s cannot be written (%s); events are not recorded", self.path, error.strerror)
             self._failed = True
-
-    def _append(self, line: bytes) -> None:
-        """Write the line with one system call, so that lines of several processes do not mix. What
-        a killed process left of a line is ended first."""
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            size = os.fstat(handle).st_size
-            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            os.write(handle, b"\n" + line if torn else line)
-        finally:
-            os.close(handle)
-
-
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file, in order; none if it does not exist. Incomplete lines are skipped."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                yield event
 
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 30.0

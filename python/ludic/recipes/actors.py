@@ -22,9 +22,6 @@ from ludic.training.rollouts.group_filters import (
 from ludic.types import Rollout
 from ludic.user_objects import import_named
 
-ENTRIES_PER_BATCH = 4
-"""How many entries a batch has by default, so that as many actors share one."""
-
 
 def uses_queue(recipe: Recipe) -> bool:
     """Whether actors sample for the run."""
@@ -37,7 +34,7 @@ def count_prompts_per_entry(recipe: Recipe) -> int:
     prompts, chosen = recipe.rollout.prompts, recipe.queue.prompts_per_entry
     if chosen is not None:
         return chosen
-    quarter = -(-prompts // ENTRIES_PER_BATCH)
+    quarter = -(-prompts // 4)
     return next(size for size in range(quarter, 0, -1) if prompts % size == 0)
 
 
@@ -51,11 +48,8 @@ def check_actors(recipe: Recipe) -> None:
             f"inference.weights ({weights}) must be disk with place.servers: a server that is restarted gets its weights from the "
             "run's folder; leave it out, or start the servers with `ludic serve` and set inference.url"
         )
-    if uses_queue(recipe):
-        _check_queue(recipe)
-
-
-def _check_queue(recipe: Recipe) -> None:
+    if not uses_queue(recipe):
+        return
     section, ahead = recipe.queue, recipe.inference.batches_ahead
     if section.max_lag is not None and section.max_lag <= ahead:
         raise ConfigError(f"queue.max_lag ({section.max_lag}) must be more than inference.batches_ahead ({ahead})")
@@ -64,32 +58,19 @@ def _check_queue(recipe: Recipe) -> None:
         raise ConfigError(f"queue.prompts_per_entry ({size}) must divide rollout.prompts ({prompts})")
     if section.url is not None:
         check_url(section.url)
-    find_queue(section, Path())  # raises for a wrong LUDIC_QUEUE_URL
-    _check_exact(recipe)
-    if choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None and not recipe.place.servers:
-        raise ConfigError(
-            "place.actors with inference=vllm needs servers that actors and trainer share: set place.servers=N, or inference.url to those "
-            "that you started with `ludic serve`"
-        )
-    _check_reached(recipe)
-
-
-def _check_exact(recipe: Recipe) -> None:
-    """Raise ConfigError if samples cannot be of the version that the order demands: servers have
-    only the newest one, and a batch ahead is of an older one."""
-    ahead, samples_elsewhere = recipe.inference.batches_ahead, choose_kind(recipe.inference) == "vllm" or recipe.place.servers
-    if recipe.queue.order == "exact" and ahead > 0 and samples_elsewhere:
+    address = find_queue(section, Path())  # raises for a wrong LUDIC_QUEUE_URL
+    place, samples_on_servers = recipe.place, choose_kind(recipe.inference) == "vllm"
+    if section.order == "exact" and ahead > 0 and (samples_on_servers or place.servers):
         raise ConfigError(
             f"queue.order=exact with inference.batches_ahead ({ahead}) needs samples that are exactly that many versions old, but servers "
             "have only the newest version; set queue.order=arrival or inference.batches_ahead=0, or sample in the actors (inference=local)"
         )
-
-
-def _check_reached(recipe: Recipe) -> None:
-    """Raise ConfigError if actors may be on machines that do not see the queue: locks of SQLite do
-    not work on network file systems."""
-    place = recipe.place
-    if place.actors and not is_on_one_machine(place) and "://" not in find_queue(recipe.queue, Path()):
+    if samples_on_servers and recipe.inference.url is None and not place.servers:
+        raise ConfigError(
+            "place.actors with inference=vllm needs servers that actors and trainer share: set place.servers=N, or inference.url to those "
+            "that you started with `ludic serve`"
+        )
+    if place.actors and not is_on_one_machine(place) and "://" not in address:  # locks of SQLite need a local file system
         raise ConfigError(
             f"actors with place.on={place.on} may run on several machines, which need a queue on a Redis server: set "
             "queue.url=redis://HOST:6379/0"

@@ -18,7 +18,6 @@ from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.recipes.sections import (
     CallbacksSection,
     ControllersSection,
-    EntropyControllerSection,
     RLCallbacksSection,
     build_info_seed,
     check_reference,
@@ -36,7 +35,6 @@ from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers import Controller, EntropyController, EntropySchedule, KLController, MetaController
 from ludic.training.controllers.entropy import check_reachable
-from ludic.training.evaluators.protocol import bare_name
 from ludic.training.filters import drop_incomplete_completions
 from ludic.training.loop.callbacks import check_watched
 from ludic.training.presets.preprocess import add_info_seed
@@ -61,26 +59,23 @@ TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
 
 
 def build_task(
-    section: TaskSection,
-    *,
-    data: Any = None,
-    streaming: bool = False,
-    reward: Any = None,
-    reward_weights: Any = None,
-    eval_reward: Any = None,
-    eval_reward_weights: Any = None,
-    judged: bool = False,
+    section: TaskSection, *, data: Any = None, streaming: bool = False, reward: Any = None, eval_reward: Any = None, **others: Any
 ) -> Task | EpisodicTask:
     """A built-in task by its name, the user's own class as `package.module:Class`, or a data set
-    with reward functions or a reward model (`judged`)."""
-    if section.kind == "data" and isinstance(reward, str) and reward in CODE_REWARDS:
-        if reward_weights is not None or eval_reward is not None:
-            raise ConfigError(f"reward={reward} runs programs, and is the only reward; leave reward_weights and eval_reward out")
-        return _call_with_data(CodeData, section.args, data, streaming, {"partial_credit": CODE_REWARDS[reward]})
+    with reward functions or a reward model. `others`: more arguments of `DataTask`."""
     if section.kind == "data":
-        explicit = {"reward": reward, "reward_weights": reward_weights, "judged": judged}
-        explicit |= {"eval_reward": eval_reward, "eval_reward_weights": eval_reward_weights}
-        return _call_with_data(DataTask, section.args, data, streaming, explicit)
+        explicit = {"reward": reward, "eval_reward": eval_reward, **others}
+        make: Callable[..., Task | EpisodicTask] = DataTask
+        if isinstance(reward, str) and reward in CODE_REWARDS:
+            if others.get("reward_weights") is not None or eval_reward is not None:
+                raise ConfigError(
+                    f"reward={reward} runs programs, and is the only reward; leave reward_weights and eval_reward out"
+                )
+            make, explicit = CodeData, {"partial_credit": CODE_REWARDS[reward]}
+        names = [field.name for field in fields(TaskData) if field.name not in ("source", "streaming")]
+        rows = TaskData(data, streaming=streaming, **{name: value for name, value in section.args.items() if name in names})
+        rest = {name: value for name, value in section.args.items() if name not in names}
+        return _call(make, {**rest, **explicit, "data": rows}, "task.args", also=names)
     if data is not None or reward is not None or eval_reward is not None:
         raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
     if streaming:
@@ -91,40 +86,28 @@ def build_task(
 def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -> Any:
     """Make the registry's entry of that name, or the user's own class, given as an object or as
     `package.module:Class`, with the section's arguments."""
-    own = "module:Class, or in its script a class"
     if ":" in section.kind:
         make = import_named(section.kind, "task.kind")
     else:
-        make = _look_up({**registry, **GIVEN_TASKS.now}, section.kind, "task.kind", own=own)
+        known = {**registry, **GIVEN_TASKS.now}
+        make = _look_up(known, section.kind, "task.kind", own="module:Class, or in its script a class")
     return _call(make, section.args, "task.args")
 
 
 def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     """The task of a recipe, of any kind, as an `EpisodicTask`, with the recipe's tools. Raises
     ConfigError for what `evaluation.solved_at` cannot mean for it."""
-    settings = {
-        "data": recipe.data,
-        "streaming": recipe.streaming,
-        "reward": recipe.reward,
-        "reward_weights": recipe.reward_weights,
-    }
-    settings |= {"eval_reward": recipe.eval_reward, "eval_reward_weights": recipe.eval_reward_weights}
+    names = ("data", "streaming", "reward", "reward_weights", "eval_reward", "eval_reward_weights")
     judged = recipe.reward_model is not None
-    task = as_episodic(build_task(recipe.task, **settings, judged=judged))
+    task = as_episodic(build_task(recipe.task, **{name: getattr(recipe, name) for name in names}, judged=judged))
     for name in ("max_turns", "max_new_tokens"):
         number = getattr(task, name)
         if not isinstance(number, int) or number < 1:
             remedy = "; make it a property" if callable(number) else ""
             raise ConfigError(f"{name} of the task {recipe.task.kind} ({number!r}) must be an int above 0{remedy}")
     success_of(task, recipe.evaluation.solved_at, judged=judged)
-    return _add_tools(recipe, task)
-
-
-def _add_tools(recipe: Recipe, task: EpisodicTask) -> EpisodicTask:
-    functions = find_tools(recipe.tools)
-    if not functions:
-        return task
-    return WithTools(task, ToolUse(functions, recipe.rollout.max_tool_turns, recipe.rollout.tool_timeout_s))
+    functions, rollout = find_tools(recipe.tools), recipe.rollout
+    return WithTools(task, ToolUse(functions, rollout.max_tool_turns, rollout.tool_timeout_s)) if functions else task
 
 
 def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
@@ -150,10 +133,22 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
     `max_completion_tokens`, the token limit of an answer, goes to presets that take it. Raises
     `ConfigError` for a reference that the run cannot have."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
-    make = _find_algorithm(recipe.algorithm)
-    _check_groups_differ(recipe, make)
+    if ":" in recipe.algorithm:
+        make: Callable[..., RLAlgorithm] = import_named(recipe.algorithm, "algorithm")
+        if not callable(make):
+            raise ConfigError(
+                f"algorithm ({recipe.algorithm}) is {type(make).__name__}; name a function that returns an RLAlgorithm"
+            )
+    else:
+        make = _look_up(REGISTRY, recipe.algorithm, "algorithm", own="module:function").make
     explicit = dict(recipe.algorithm_args)
     parameters, info_seed = inspect.signature(make).parameters, build_info_seed(recipe.info_seed)
+    compares = "group_size" in parameters and parameters["group_size"].default is inspect.Parameter.empty
+    if compares and recipe.rollout.temperature == 0 and recipe.steps > 0:
+        raise ConfigError(
+            f"rollout.temperature (0) gives all members of a group the same answer, and {recipe.algorithm} learns from the differences "
+            "between them; raise it, or use an algorithm without groups, such as algorithm=reinforce_baseline"
+        )
     derived: dict[str, Any] = {"group_size": recipe.rollout.group_size, "max_completion_tokens": max_completion_tokens}
     if info_seed is not None and "info_seed" in parameters:
         derived["info_seed"] = info_seed
@@ -172,28 +167,6 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
 
 def _drop_incomplete(batch: SAWBatch) -> SAWBatch:
     return replace(batch, items=[item for item in batch.items if drop_incomplete_completions(item)])
-
-
-def _find_algorithm(name: str) -> Callable[..., RLAlgorithm]:
-    """What makes the algorithm: of a preset, or of `package.module:function`."""
-    if ":" not in name:
-        return _look_up(REGISTRY, name, "algorithm", own="module:function").make
-    make: Callable[..., RLAlgorithm] = import_named(name, "algorithm")
-    if not callable(make):
-        raise ConfigError(f"algorithm ({name}) is {type(make).__name__}; name a function that returns an RLAlgorithm")
-    return make
-
-
-def _check_groups_differ(recipe: Recipe, make: Callable[..., RLAlgorithm]) -> None:
-    """Raise `ConfigError` for an algorithm that compares the answers of a group if all of them
-    are greedy, and thus the same."""
-    group_size = inspect.signature(make).parameters.get("group_size")
-    compares = group_size is not None and group_size.default is group_size.empty
-    if compares and recipe.rollout.temperature == 0 and recipe.steps > 0:
-        raise ConfigError(
-            f"rollout.temperature (0) gives all members of a group the same answer, and {recipe.algorithm} learns from the differences "
-            "between them; raise it, or use an algorithm without groups, such as algorithm=reinforce_baseline"
-        )
 
 
 def build_trainer_config(section: Any, **derived: Any) -> TrainerConfig:
@@ -228,22 +201,12 @@ def build_config(config: type[C], section: Any, **derived: Any) -> C:
     return config(**explicit, **derived)
 
 
-def _look_up(registry: dict[str, T], name: str, setting: str, *, own: str = "") -> T:
+def _look_up(registry: dict[str, T], name: str, setting: str, *, own: str) -> T:
     """The entry of that name. `own`: what else may be named, for the message."""
     if name in registry:
         return registry[name]
     remedy = did_you_mean(name, registry, f"there are {', '.join(sorted(registry))}", count=2)
-    also = f", or {own} of your own" if own else ""
-    raise ConfigError(f"{setting} ({name}) is not known{remedy}{also}")
-
-
-def _call_with_data(make: Callable[..., Any], args: dict[str, Any], data: Any, streaming: bool, explicit: dict[str, Any]) -> Any:
-    """`make` with the arguments of `task.args`, those that say which rows there are as a
-    `TaskData`."""
-    names = [field.name for field in fields(TaskData) if field.name not in ("source", "streaming")]
-    rows = TaskData(data, streaming=streaming, **{name: value for name, value in args.items() if name in names})
-    rest = {name: value for name, value in args.items() if name not in names}
-    return _call(make, {**rest, **explicit, "data": rows}, "task.args", also=names)
+    raise ConfigError(f"{setting} ({name}) is not known{remedy}, or {own} of your own")
 
 
 def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str, *, also: Sequence[str] = ()) -> Any:
@@ -263,13 +226,13 @@ def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str, *, 
 def build_controllers(section: ControllersSection, algorithm: RLAlgorithm, *, group_size: int) -> list[Controller]:
     """The controllers of a recipe. Raises `ConfigError` for settings that do not fit the
     algorithm."""
-    schedule = _schedule(section.entropy)
-    if schedule is not None:
+    schedule, kl, entropy = None, section.kl, section.entropy
+    if entropy.target is not None or entropy.start is not None or entropy.final is not None:
+        schedule = EntropySchedule(entropy.target, entropy.start, entropy.final, entropy.horizon)
         check_reachable(schedule, group_size)
     if section.meta.method is not None:
         return [_build_meta(section, schedule, algorithm)]
     controllers: list[Controller] = []
-    kl, entropy = section.kl, section.entropy
     if kl.target and kl.horizon and kl.step_size:
         beta = _require(algorithm, "beta", "controllers.kl")
         controllers.append(KLController(beta, target=kl.target, horizon=kl.horizon, step_size=kl.step_size))
@@ -287,12 +250,6 @@ def build_controllers(section: ControllersSection, algorithm: RLAlgorithm, *, gr
     return controllers
 
 
-def _schedule(section: EntropyControllerSection) -> EntropySchedule | None:
-    if section.target is None and section.start is None and section.final is None:
-        return None
-    return EntropySchedule(section.target, section.start, section.final, section.horizon)
-
-
 def _build_meta(section: ControllersSection, schedule: EntropySchedule | None, algorithm: RLAlgorithm) -> MetaController:
     meta = section.meta
     if schedule is None and not section.kl.target:
@@ -308,20 +265,9 @@ def _build_meta(section: ControllersSection, schedule: EntropySchedule | None, a
         algorithm.coefficients.get("beta"),
         entropy_target=schedule,
         kl_target=section.kl.target or None,
-        method=str(meta.method),
-        lr=meta.lr,
-        tau_lr=meta.tau_lr,
-        beta_lr=meta.beta_lr,
-        beta_grad_clip=meta.beta_grad_clip,
-        optimizer=meta.optimizer,
-        update_interval=meta.update_interval,
-        truncation_steps=meta.truncation_steps,
-        use_hessian=meta.use_hessian,
-        inner_lr=meta.inner_lr,
-        kl_signal=meta.kl_signal,
         tau_least=section.entropy.least,
         tau_most=section.entropy.most,
-        beta_most=meta.beta_most,
+        **vars(meta),
     )
 
 
@@ -341,45 +287,25 @@ def build_callbacks(section: CallbacksSection, *, console: Any = None) -> list[C
     """The callbacks that the settings name; tables are printed on `console`. Raises ConfigError for
     settings that contradict each other, MissingExtraError without huggingface_hub."""
     built: list[Callback] = []
+    stop = section.stop
     if section.keep_best is not None:
         built.append(KeepBest(section.keep_best, mode=section.keep_best_mode))  # type: ignore[arg-type]
-    if stop := _build_stop(section):
-        built.append(stop)
+    if stop.metric is not None:
+        built.append(StopOnMetric(stop.metric, at=stop.at, patience=stop.patience, min_delta=stop.min_delta, mode=stop.mode))  # type: ignore[arg-type]
     if section.push_to_hub is not None:
         built.append(PushToHub(section.push_to_hub, private=section.private))
     if isinstance(section, RLCallbacksSection) and section.completions_every:
         built.append(CompletionTable(every=section.completions_every, rows=section.completions, console=console))
-    return [*built, *(_import_callback(path) for path in _list_own(section.own))]
+    own = [section.own] if isinstance(section.own, str) else section.own or []
+    if not isinstance(own, list) or not all(isinstance(path, str) for path in own):
+        raise ConfigError(f"callbacks.own ({own}) must be package.module:name, or a list of these")
+    return [*built, *map(_import_callback, own)]
 
 
 def check_callbacks(section: CallbacksSection, cfg: TrainerConfig, *, measured: Sequence[str] | None = None) -> None:
     """Raise ConfigError for callbacks that could never act: a metric of evaluations that do not
     take place or, if they are known, do not measure it."""
-    built = build_callbacks(section)
-    for setting, name in (("callbacks.keep_best", section.keep_best), ("callbacks.stop.metric", section.stop.metric)):
-        if name is None or name.startswith("train/"):
-            continue
-        if cfg.eval_every_n_steps is None:
-            raise ConfigError(
-                f"{setting} ({name}) is a metric of evaluations, and there are none; set trainer.eval_every_n_steps"
-            )
-        if measured is not None and bare_name(name) not in measured:
-            raise ConfigError(f"{setting} ({name}) is not measured by this run, which measures {', '.join(measured)}")
-    check_watched(built, cfg.eval_every_n_steps, measured=measured)
-
-
-def _build_stop(section: CallbacksSection) -> StopOnMetric | None:
-    stop = section.stop
-    if stop.metric is None:
-        return None
-    return StopOnMetric(stop.metric, at=stop.at, patience=stop.patience, min_delta=stop.min_delta, mode=stop.mode)  # type: ignore[arg-type]
-
-
-def _list_own(own: Any) -> list[str]:
-    listed = [own] if isinstance(own, str) else own or []
-    if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed):
-        raise ConfigError(f"callbacks.own ({own}) must be package.module:name, or a list of these")
-    return listed
+    check_watched(build_callbacks(section), cfg.eval_every_n_steps, measured=measured)
 
 
 def _import_callback(path: str) -> Callback:

@@ -58,13 +58,14 @@ _OPEN_SECTIONS = (
 )  # their keys are checked by what takes them as arguments
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
+_BUILTIN = files("ludic.recipes") / "builtin"
 _NO_RESULTS = ("name", "output", "report_to", "report_args", "report_header", "report_aliases", "ranks", "place", "callbacks")
 """Settings that change no result."""
 
 
 def list_builtin_recipes() -> list[str]:
     """Names of the recipes that come with the library."""
-    return sorted(path.name.removesuffix(".yaml") for path in _builtin_folder().iterdir() if path.name.endswith(".yaml"))
+    return sorted(path.name.removesuffix(".yaml") for path in _BUILTIN.iterdir() if path.name.endswith(".yaml"))
 
 
 def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recipe:
@@ -72,10 +73,13 @@ def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recip
     and any number of overrides. `ranks`: processes that train, for the batch of a flat file; 0 if
     not known yet. None means the ranks of this process's environment, else `place.trainers`."""
     source, overrides = split_arguments(arguments)
-    user, overrides = _read_file(source, overrides, _count_ranks(overrides) if ranks is None else ranks)
+    if ranks is None:
+        environment, given = read_rank_environment(), _flatten(overrides).get("place.trainers")
+        ranks = environment.world_size if environment is not None else given if isinstance(given, int) else 1
+    user, overrides = _read_file(source, overrides, ranks)
     layers = list(_read_layers(source, user, overrides))
     file = {path: OmegaConf.select(layer, path) for where, layer in layers if where == source for path in _list_paths(layer)}
-    recipe = cast(Recipe, resolve_layers(_make_schema(), layers, overrides))
+    recipe = cast(Recipe, resolve_layers(deepcopy(_make_schema()), layers, overrides))
     if recipe.place.servers and recipe.inference.kind is None:
         recipe.inference.kind = "vllm"
     check_settings(recipe)
@@ -90,7 +94,7 @@ def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, li
     for argument in arguments:
         if isinstance(argument, Override):
             overrides.append(argument)
-        elif _is_source(argument):
+        elif "=" not in argument or (_is_file(argument) and Path(argument).is_file()):
             sources.append(argument)
         else:
             overrides.append(parse_override(argument))
@@ -108,7 +112,11 @@ def resolve_layers(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], o
     _drop_arguments_of_other_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
     known = _list_paths(tree)
     for override in overrides:
-        _apply(tree, override, known)
+        _check_key(override.key, known)
+        try:
+            OmegaConf.update(tree, override.key, override.value, merge=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{override.text}: {first_line(error)}") from error
         if isinstance(override.value, Mapping):  # it may have filled a section that was empty
             known = _list_paths(tree)
     check_plain(OmegaConf.to_container(tree, resolve=False), "")
@@ -157,25 +165,13 @@ def _is_file(source: str | None) -> bool:
     return source is not None and source.endswith((".yaml", ".yml"))
 
 
-def _is_source(argument: str) -> bool:
-    return "=" not in argument or (argument.endswith((".yaml", ".yml")) and Path(argument).is_file())
-
-
-def _make_schema() -> DictConfig:
-    return deepcopy(_make_schema_once())  # making it takes five times as long as copying it
-
-
 @cache
-def _make_schema_once() -> DictConfig:
+def _make_schema() -> DictConfig:
+    """To be copied before it is changed, which takes a fifth of the time."""
     tree = cast(DictConfig, OmegaConf.structured(Recipe))
     tree.trainer = OmegaConf.structured(make_trainer_section())
     tree.warmup.trainer = OmegaConf.structured(make_trainer_section())
     return tree
-
-
-def _count_ranks(overrides: Sequence[Override]) -> int:
-    environment, given = read_rank_environment(), _flatten(overrides).get("place.trainers")
-    return environment.world_size if environment is not None else given if isinstance(given, int) else 1
 
 
 @cache
@@ -210,7 +206,7 @@ def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Overr
     has_rows = any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward"))
     default = "data" if has_rows or kind == "reasoning_gym" else "sort"  # for a pretrained model
     base_name = overridden.get("recipe", user.get("recipe", default) if is_file else source or default)
-    base = _read_builtin(str(base_name))
+    base = deepcopy(_read_builtin(str(base_name)))
     algorithm = overridden.get("algorithm", user.get("algorithm", base.algorithm))
     model = overridden.get("model", user.get("model", base.model))
     replaces = model is not None and user.get(LOADED_MODEL, {}) is not None
@@ -222,23 +218,14 @@ def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Overr
             yield f"{where}, {LOADED_MODEL}", loaded
 
 
-def _builtin_folder() -> Any:
-    return files("ludic.recipes") / "builtin"
-
-
+@cache
 def _read_builtin(name: str) -> DictConfig:
-    if name not in list_builtin_recipes():
-        known = list_builtin_recipes()
+    if name not in (known := list_builtin_recipes()):
         remedy = did_you_mean(name, known, f"there are {', '.join(known)}; a file's name ends in .yaml")
         if "/" in name:
             remedy += ", and there is no such folder of a run"
         raise ConfigError(f"there is no recipe {name!r}{remedy}")
-    return deepcopy(_parse_builtin(name))
-
-
-@cache
-def _parse_builtin(name: str) -> DictConfig:
-    return cast(DictConfig, OmegaConf.create((_builtin_folder() / f"{name}.yaml").read_text(encoding="utf-8")))
+    return cast(DictConfig, OmegaConf.create((_BUILTIN / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def read_yaml(path: Path) -> DictConfig:
@@ -259,8 +246,12 @@ def read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"recipe file {path} must hold keys and values, not a list")
     check_plain(OmegaConf.to_container(content, resolve=False), "")
     _read_off(content)
-    if (path.parent / "progress.json").is_file():
-        _rename_settings(content)
+    if (path.parent / "progress.json").is_file():  # an older version of the library may have written it
+        for former, name in RENAMED.items():
+            section, _, leaf = former.rpartition(".")
+            node = OmegaConf.select(content, section)
+            if isinstance(node, DictConfig) and leaf in node:
+                node[name.rpartition(".")[2]] = node.pop(leaf)
     return content
 
 
@@ -273,23 +264,13 @@ def _read_off(content: DictConfig) -> None:
             content[key] = "off"
 
 
-def _rename_settings(content: DictConfig) -> None:
-    """Give the settings that an older version of the library wrote their present names."""
-    for former, name in RENAMED.items():
-        section, _, leaf = former.rpartition(".")
-        node = OmegaConf.select(content, section)
-        if isinstance(node, DictConfig) and leaf in node:
-            node[name.rpartition(".")[2]] = node.pop(leaf)
-
-
 def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
     for name, field in SECTIONS_BY_NAME.items():
         if isinstance(layer.get(name), str):
             layer[name] = {field: layer[name]}
     known = _list_paths(tree)
     for key in _list_paths(layer):
-        if key not in known and not key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
-            raise ConfigError(f"{where}: there is no setting {key!r}{suggest(key, known)}")
+        _check_key(key, known, f"{where}: ")
     try:
         _drop_arguments_of_other_task(tree, OmegaConf.select(layer, "task.kind"))
         tree.merge_with(layer)
@@ -303,13 +284,9 @@ def _drop_arguments_of_other_task(tree: DictConfig, kind: Any) -> None:
         tree.task.args = {}
 
 
-def _apply(tree: DictConfig, override: Override, known: Sequence[str]) -> None:
-    if override.key not in known and not override.key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
-        raise ConfigError(f"there is no setting {override.key!r}{suggest(override.key, known)}")
-    try:
-        OmegaConf.update(tree, override.key, override.value, merge=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{override.text}: {first_line(error)}") from error
+def _check_key(key: str, known: Sequence[str], where: str = "") -> None:
+    if key not in known and not key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
+        raise ConfigError(f"{where}there is no setting {key!r}{suggest(key, known)}")
 
 
 def _list_paths(tree: DictConfig) -> list[str]:
@@ -360,10 +337,6 @@ def choose_devices(recipe: Any) -> None:
     sections = [recipe.trainer, *([recipe.warmup.trainer] if has_warmup else [])]
     for section in sections:
         if section.model_device == AUTO:
-            section.model_device = choose_device()
+            import torch
 
-
-def choose_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+            section.model_device = "cuda" if torch.cuda.is_available() else "cpu"

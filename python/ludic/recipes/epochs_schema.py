@@ -11,7 +11,7 @@ from typing import Any, Optional, TypeVar, cast
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from ludic.data.sft_formats import check_format_name
+from ludic.data.sft_formats import AUTO, FORMATS
 from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, read_yaml, resolve_layers, split_arguments
 from ludic.recipes.overrides import Override, parse_flags
@@ -30,25 +30,14 @@ class EpochsRecipe(CommonSettings):
     name: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
     """The run's folder is `output/name`; null: named by data and seed, with the time appended if
     that exists."""
-    output: str = MISSING
-    """Folder that all runs are written to."""
     seed: int = setting(least=0)
     """Seed of the weights of a small model or a new head, of the order of the data, and of
     generated data."""
-    threads: Optional[int] = setting(least=1)  # noqa: UP045
-    """Threads of torch; null: torch's default."""
     data: Any = MISSING
     """Training data; null: `task` generates it."""
     heldout: float = setting(least=0, below=1)
     """Share of the data that is held out from training and measured. The choice of rows does not
     depend on the seed."""
-    model: Optional[str] = MISSING  # noqa: UP045
-    """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
-    tokenizer: Optional[str] = MISSING  # noqa: UP045
-    """Folder or hub id; null: the tokenizer of `model`, or the byte tokenizer."""
-    dtype: str = MISSING
-    """Type of the weights: float32, bfloat16, or auto, the type in the model's files. float16 is
-    only for weights that are not trained."""
     epochs: int = setting(least=1)
     """Passes over the data."""
     steps: Optional[int] = setting(least=0)  # noqa: UP045
@@ -56,12 +45,6 @@ class EpochsRecipe(CommonSettings):
     batch_size: int = setting(least=1)
     """Samples or pairs per step, packed into micro-batches by `trainer.packing` and
     `trainer.micro_token_budget`."""
-    log_every: int = setting(least=1)
-    """Without a terminal, one line is printed every this many steps. metrics.jsonl has every
-    step."""
-    report_to: Any = None
-    """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
-    short name is `log`: `log=[wandb,mlflow]`."""
     task: TaskSection = field(default_factory=TaskSection)
     """The task that generates data if `data` is null."""
     network: NetworkSection = field(default_factory=NetworkSection)
@@ -165,7 +148,7 @@ class SFTRecipe(EpochsRecipe):
     the run's folder."""
     heldout_data: Any = MISSING
     """JSONL file, or a list of them, to measure on instead of a share of `data`."""
-    data_format: str = MISSING
+    data_format: str = setting(choices=(AUTO, *FORMATS))
     """Format of the rows: messages, prompt_completion, alpaca, sharegpt, text, rollout, tokens, or
     auto, by the columns of each file."""
     streaming: bool = False
@@ -183,9 +166,7 @@ class SFTRecipe(EpochsRecipe):
 
 def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
     """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`."""
-    recipe = compose_epochs(SFTRecipe, arguments, command="sft", trainer=make_trainer_section())
-    check_format_name(recipe.data_format)
-    return recipe
+    return compose_epochs(SFTRecipe, arguments, command="sft", trainer=make_trainer_section())
 
 
 def list_data_files(setting: Any, name: str) -> list[Path]:

@@ -44,16 +44,10 @@ _DEFAULTS: Mapping[str, Any] = {
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
 """Their defaults in GRPOConfig. A file with none of them leaves the batch to our recipe."""
 _ANSWERS = ("answer", "solution")
-_CLIP_RANGE = 0.2
-"""Its `clip_range`."""
 _OWN_RATES = ("controller_meta_tau_lr", "controller_meta_beta_lr")
-_LAWS = ("kl_horizon", "kl_ctl_step_size", "maxent_tau_lr", "maxent_tau_warmup_steps")
-"""Settings of the two laws that the meta-controller does not read."""
 _KL_LAW = ("kl_target", "kl_horizon", "kl_ctl_step_size")
 """Without one of them its controller of beta is off."""
 _SERVER_URL, _SERVER_ADDRESS = ("vllm_url", "vllm_server_base_url"), ("vllm_server_host", "vllm_server_port")
-_DOCUMENT_FORM = {"form": "likelihood", "baseline": "none", "sampler_exponent": 0.0}
-"""The document's MaxEnt: l weighted by w itself, and nothing divided by the sampler."""
 WITHOUT_EFFECT = {name: why for name, why in {**REASONS, **FLAT_REASONS}.items() if name not in _SPECIAL}
 """Key that is accepted and changes nothing -> the reason."""
 SHARED = {
@@ -96,19 +90,35 @@ def from_flat(
     """
     flat = {**_flatten(content), **(replaced or {})}
     _check_known(flat)
-    is_maxent = _find_objective(flat, task)
+    if task is not None and task not in TASKS:
+        raise ConfigError(f"task ({task}) must be one of {', '.join(TASKS)}")
+    is_maxent = not flat.get("train_grpo_objective", False) if task is None else TASKS[task]
     settings: dict[str, Any] = {"algorithm": "maxent_grpo" if is_maxent else "grpo", "task.kind": "data"}
     if not is_maxent and (
         own := [key for key in flat if key in MAXENT_ONLY or key in ("maxent_clip_range", "maxent_use_clip_objective")]
     ):
         raise ConfigError(f"{', '.join(own)} are settings of MaxEnt, and the objective is GRPO; set train_grpo_objective: false")
     settings |= _rename(flat, {**SHARED, **MAXENT_ONLY})
-    _translate_beta(flat, settings, is_maxent)
+    betas = {name: flat[name] for name in BETA_NAMES if flat.get(name) is not None}
+    if len(set(betas.values())) > 1:
+        raise ConfigError(
+            f"{', '.join(f'{name}: {value}' for name, value in betas.items())} are names of one coefficient; keep one"
+        )
+    if betas:
+        settings["algorithm_args.beta" if is_maxent else "algorithm_args.reference_kl"] = next(iter(betas.values()))
+        settings["algorithm_args.kl_level"] = "sequence"
     _translate_clip(flat, settings, is_maxent)
     _translate_batch(flat, settings, ranks)
     _translate_rest(flat, settings)
     without = {key: WITHOUT_EFFECT[key] for key in flat if key in WITHOUT_EFFECT} | _list_idle(flat, is_maxent)
-    _translate_controllers(flat, settings)
+    if flat.get("controller_meta_enabled"):  # a rate of 0 leaves `controller_meta_lr` as it is
+        rates = {key: value for key, value in flat.items() if key not in _OWN_RATES or value}
+        if not is_maxent:
+            rates.pop("controller_meta_method", None)
+        settings |= {"controllers.meta.method": "analytic", **_rename(rates, META, "controllers.meta.")}
+    elif not all(flat.get(key) for key in _KL_LAW):
+        for key in _KL_LAW:
+            settings.pop(SHARED[key], None)
     if flat.get("info_seed_enabled"):
         settings |= {"info_seed.coeff": 0.0, **_rename(flat, SEED, "info_seed.")}
     if task in ("infoseed", "info-seed") and not flat.get("info_seed_enabled"):
@@ -153,60 +163,25 @@ def _check_known(flat: Mapping[str, Any]) -> None:
             raise ConfigError(f"there is no setting {key!r} in recipes of MaxEnt-GRPO{remedy}")
 
 
-def _find_objective(flat: Mapping[str, Any], task: str | None) -> bool:
-    if task is None:
-        return not flat.get("train_grpo_objective", False)
-    if task not in TASKS:
-        raise ConfigError(f"task ({task}) must be one of {', '.join(TASKS)}")
-    return TASKS[task]
-
-
-def _translate_beta(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent: bool) -> None:
-    given = {name: flat[name] for name in BETA_NAMES if flat.get(name) is not None}
-    if len(set(given.values())) > 1:
-        raise ConfigError(
-            f"{', '.join(f'{name}: {value}' for name, value in given.items())} are names of one coefficient; keep one"
-        )
-    if given:
-        settings["algorithm_args.beta" if is_maxent else "algorithm_args.reference_kl"] = next(iter(given.values()))
-        settings["algorithm_args.kl_level"] = "sequence"
-
-
 def _translate_clip(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent: bool) -> None:
     """The document's MaxEnt is the likelihood form, without our departures; its clip term is on if
     the file says so."""
     own = flat.get("maxent_clip_range")
     width = own if own is not None else flat.get("clip_range")
     if width is None and not is_maxent:
-        width = _CLIP_RANGE
+        width = 0.2  # its default
     if width is not None:
         settings |= {"algorithm_args.clip_eps_low": width, "algorithm_args.clip_eps_high": width}
     if not is_maxent:
         settings["algorithm_args.group_normalize_adv"] = False  # the document's advantages are centred, not scaled
         return
-    settings |= {f"algorithm_args.{name}": value for name, value in _DOCUMENT_FORM.items()}
+    form = {"form": "likelihood", "baseline": "none", "sampler_exponent": 0.0}  # l weighted by w, not divided by the sampler
+    settings |= {f"algorithm_args.{name}": value for name, value in form.items()}
     if flat.get("maxent_use_clip_objective"):
         settings.setdefault("algorithm_args.clip_coeff", 1.0)
     else:
         for name in ("clip_coeff", "clip_baseline", "clip_eps_low", "clip_eps_high"):
             settings.pop(f"algorithm_args.{name}", None)
-
-
-def _translate_controllers(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
-    """A rate of the meta-controller that is 0 leaves `controller_meta_lr` as it is. Without the
-    meta-controller, the law of beta needs all three of its settings."""
-    if flat.get("controller_meta_enabled"):
-        rates = {key: value for key, value in flat.items() if key not in _OWN_RATES or value}
-        if settings["algorithm"] == "grpo":
-            rates.pop("controller_meta_method", None)
-        settings |= {"controllers.meta.method": "analytic", **_rename(rates, META, "controllers.meta.")}
-    elif not _has_kl_law(flat):
-        for key in _KL_LAW:
-            settings.pop(SHARED[key], None)
-
-
-def _has_kl_law(flat: Mapping[str, Any]) -> bool:
-    return all(flat.get(key) for key in _KL_LAW)
 
 
 def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
@@ -223,11 +198,12 @@ def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
             idle |= dict.fromkeys(_SERVER_ADDRESS, "the url of the server has the address")
     if not flat.get("controller_meta_enabled"):
         idle |= dict.fromkeys(META, "controller_meta_enabled is off")
-        if not _has_kl_law(flat):
+        if not all(flat.get(key) for key in _KL_LAW):
             idle |= dict.fromkeys(_KL_LAW, f"the controller of beta needs {', '.join(_KL_LAW)}, each above 0")
     else:
+        laws = ("kl_horizon", "kl_ctl_step_size", "maxent_tau_lr", "maxent_tau_warmup_steps")
         idle |= {key: "controller_meta_lr stands in for a rate of 0" for key in _OWN_RATES if not flat.get(key)}
-        idle |= dict.fromkeys(_LAWS, "the meta-controller replaces the controllers of beta and tau")
+        idle |= dict.fromkeys(laws, "the meta-controller replaces the controllers of beta and tau")
         if not is_maxent and flat.get("controller_meta_method") not in (None, "analytic"):
             idle["controller_meta_method"] = "GRPO has no tau to differentiate by, so beta takes the analytic step"
     if not flat.get("info_seed_enabled"):
@@ -248,13 +224,13 @@ def _translate_batch(flat: Mapping[str, Any], settings: dict[str, Any], ranks: i
     for name, count in counts.items():
         if not isinstance(count, int) or count < 1:
             raise ConfigError(f"{name} ({count!r}) must be a whole number above 0")
-    *sizes, group, processes = counts.values()
-    sizes.append(processes)
-    answers = sizes[0] * sizes[1] * sizes[2]
+    per_device, accumulation, group, processes = counts.values()
+    answers = per_device * accumulation * processes
     if answers % group:
         raise ConfigError(
-            f"per_device_train_batch_size ({sizes[0]}) x gradient_accumulation_steps ({sizes[1]}) x num_processes or ranks ({sizes[2]}) is "
-            f"{answers} answers, which num_generations ({group}) does not divide; a key that is left out has GRPOConfig's default"
+            f"per_device_train_batch_size ({per_device}) x gradient_accumulation_steps ({accumulation}) x num_processes or ranks "
+            f"({processes}) is {answers} answers, which num_generations ({group}) does not divide; a key that is left out has "
+            "GRPOConfig's default"
         )
     settings["rollout.prompts"] = answers // group
 
@@ -263,7 +239,16 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
     betas = [flat.get("adam_beta1"), flat.get("adam_beta2")]
     if any(beta is not None for beta in betas):
         settings["trainer.betas"] = [default if beta is None else beta for beta, default in zip(betas, (0.9, 0.999), strict=True)]
-    _translate_server(flat, settings)
+    url = settings.pop("inference.url", None)
+    if flat.get("use_vllm"):
+        if flat.get("vllm_mode", "server") not in ("server", "colocate"):
+            raise ConfigError(f"vllm_mode ({flat['vllm_mode']}) must be server or colocate")
+        settings["inference.kind"] = "vllm"
+        host, port = (flat.get(key) for key in _SERVER_ADDRESS)
+        if url is None and (host is not None or port is not None):
+            url = f"http://{host or '127.0.0.1'}:{port or 8000}"
+        if url is not None:  # it may end with the path of the document's own endpoint
+            settings["inference.url"] = str(url).rstrip("/").removesuffix("/generate")
     if flat.get("output_dir") is not None:
         folder = PurePath(str(flat["output_dir"]))
         settings |= {"output": str(folder.parent), "name": folder.name}
@@ -292,29 +277,14 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
         settings["reward"] = reward[0]
 
 
-def _translate_server(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
-    """The document's `vllm_url` may end with the path of its own endpoint, `/generate`."""
-    url = settings.pop("inference.url", None)
-    if not flat.get("use_vllm"):
-        return
-    if flat.get("vllm_mode", "server") not in ("server", "colocate"):
-        raise ConfigError(f"vllm_mode ({flat['vllm_mode']}) must be server or colocate")
-    settings["inference.kind"] = "vllm"
-    host, port = (flat.get(key) for key in _SERVER_ADDRESS)
-    if url is None and (host is not None or port is not None):
-        url = f"http://{host or '127.0.0.1'}:{port or 8000}"
-    if url is not None:
-        settings["inference.url"] = str(url).rstrip("/").removesuffix("/generate")
-
-
 def _rename(flat: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
     """The values of `names` that are not null, by their paths here. Raises ConfigError for two
     names of one setting with different values."""
     settings: dict[str, Any] = {}
     for key, value in flat.items():
-        path = f"{prefix}{names[key]}" if key in names else None
-        if path is None or value is None:
+        if key not in names or value is None:
             continue
+        path = f"{prefix}{names[key]}"
         if settings.get(path, value) != value:
             others = [name for name in flat if names.get(name) == names[key]]
             raise ConfigError(f"{' and '.join(others)} are names of one setting, {path}, with different values; keep one")

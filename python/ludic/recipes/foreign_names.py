@@ -7,22 +7,20 @@ docs/migration.md are made of these tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 
 def _read(table: str, column: int = 0) -> Mapping[str, str]:
     """Name -> what stands before the arrow of its line. A line that is indented goes on with names;
     one without arrow has settings whose last part is the name."""
-    return dict(_read_lines(table, column))
-
-
-def _read_lines(table: str, column: int) -> Iterator[tuple[str, str]]:
+    read: dict[str, str] = {}
     for line in table.strip().replace("\n    ", " ").splitlines():
         ours, arrow, names = line.partition(" <-")
         if arrow:
-            yield from ((name, ours) for name in names.split("|")[column:][:1] for name in name.split())
+            read |= {name: ours for group in names.split("|")[column : column + 1] for name in group.split()}
         elif column == 0:
-            yield from ((path.rpartition(".")[2], path) for path in ours.split())
+            read |= {path.rpartition(".")[2]: path for path in ours.split()}
+    return read
 
 
 _TABLE = """
@@ -444,11 +442,8 @@ def explain(name: str, known: Sequence[str]) -> str | None:
             return form.format(table[name])
     if found:
         return f"it is {found[-1]}, a setting of another command"
-    return next((OTHERS[section] for section in _sections(name) if section in OTHERS), None)
-
-
-def _sections(name: str) -> Iterator[str]:
-    """Example: `a.b.c` is in `a.b` and in `a`."""
     while "." in name:
         name = name.rpartition(".")[0]
-        yield name
+        if name in OTHERS:
+            return OTHERS[name]
+    return None

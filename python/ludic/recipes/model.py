@@ -90,8 +90,11 @@ def build_tokenizer(recipe: Recipe | EpochsRecipe) -> Any:
     source = recipe.tokenizer or recipe.model
     options = {} if recipe.tokenizer else {key: value for key, value in model_options(recipe).items() if key == "revision"}
     tokenizer = _make_small_tokenizer(recipe.network) if source is None else load_tokenizer(source, **options)
-    if isinstance(recipe.chat_template, str):
-        tokenizer.chat_template = _read_chat_template(recipe.chat_template)
+    if isinstance(template := recipe.chat_template, str):
+        path = Path(template).expanduser()
+        if not is_template(template) and not path.is_file():
+            raise ConfigError(f"chat_template ({path}) does not exist; it is a file with a Jinja template, or its text")
+        tokenizer.chat_template = template if is_template(template) else path.read_text(encoding="utf-8")
     if recipe.chat_template_kwargs:
         tokenizer.chat_template = with_kwargs(tokenizer.chat_template, recipe.chat_template_kwargs)
     if recipe.eos_token is not None:
@@ -107,15 +110,6 @@ def build_tokenizer(recipe: Recipe | EpochsRecipe) -> Any:
             tokenizer.eos_token,
         )
     return tokenizer
-
-
-def _read_chat_template(setting: str) -> str:
-    if is_template(setting):
-        return setting
-    path = Path(setting).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"chat_template ({path}) does not exist; it is a file with a Jinja template, or its text")
-    return path.read_text(encoding="utf-8")
 
 
 def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
@@ -161,10 +155,7 @@ def make_small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
 
 
 def _make_small_tokenizer(network: NetworkSection) -> Any:
-    makers = {"eos": make_byte_tokenizer, "newline": make_line_tokenizer}
-    if network.end_of_turn not in makers:
-        raise ConfigError(f"network.end_of_turn ({network.end_of_turn}) must be eos or newline")
-    return makers[network.end_of_turn]()
+    return make_line_tokenizer() if network.end_of_turn == "newline" else make_byte_tokenizer()
 
 
 def is_shared_out(section: ShardingSection) -> bool:
@@ -260,7 +251,11 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     """
     drawn, options = set[str](), model_options(recipe)
     if recipe.model is None:
-        model = _make_small_classifier(recipe, tokenizer)
+        from transformers import Qwen2ForSequenceClassification
+
+        config = make_small_config(recipe.network, tokenizer)
+        config.num_labels = 1
+        model = Qwen2ForSequenceClassification(config).to(small_dtype(recipe.dtype))
     elif has_no_weights(recipe.sharding):
         from transformers import AutoModelForSequenceClassification
 
@@ -271,20 +266,15 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     model.config.pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     adapted = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
-    frozen = sorted(drawn & _find_frozen(adapted))
+    parameters = dict(adapted.named_parameters())
+    names = map_base_names(adapted, parameters) if has_adapters(adapted) else {name: name for name in parameters}
+    frozen = sorted(plain for plain, name in names.items() if plain in drawn and not parameters[name].requires_grad)
     if frozen:
         raise ConfigError(
             f"model ({recipe.model}) has no weights for {', '.join(frozen[:3])}, and LoRA would leave them as they were drawn; train every "
             "weight (lora.rank=0), or give a model that has them"
         )
     return adapted
-
-
-def _find_frozen(model: Any) -> set[str]:
-    """Names, in the model without adapters, of parameters that are not trained."""
-    parameters = dict(model.named_parameters())
-    names = map_base_names(model, parameters) if has_adapters(model) else {name: name for name in parameters}
-    return {plain for plain, name in names.items() if not parameters[name].requires_grad}
 
 
 def choose_padding_token(tokenizer: Any) -> Any:
@@ -304,11 +294,3 @@ def choose_padding_token(tokenizer: Any) -> Any:
     if padding or opening:
         tokenizer.pad_token = (padding or opening)[0]
     return tokenizer
-
-
-def _make_small_classifier(recipe: RMRecipe, tokenizer: Any) -> Any:
-    from transformers import Qwen2ForSequenceClassification
-
-    config = make_small_config(recipe.network, tokenizer)
-    config.num_labels = 1
-    return Qwen2ForSequenceClassification(config).to(small_dtype(recipe.dtype))

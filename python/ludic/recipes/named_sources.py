@@ -30,7 +30,10 @@ def check_named_sources(recipe: Any) -> None:
     looked up."""
     for setting in _DATA:
         for source in _list_sources(_select(recipe, setting)):
-            _check_data(source)
+            path = Path(source).expanduser()
+            if is_local(source) and not path.exists():
+                remedy = suggest_path(path, "give a file, a folder, or an id of the hub")
+                raise DataError(f"data: {source} does not exist, seen from {Path.cwd()}{remedy}")
     for setting in _MODELS:
         if isinstance(source := _select(recipe, setting), str):
             check_place(source)
@@ -82,14 +85,6 @@ def list_read_files(recipe: Any) -> dict[str, list[str]]:
 def is_template(chat_template: str) -> bool:
     """Whether the setting is the text of a template; else it is a file that has one."""
     return "{%" in chat_template or "{{" in chat_template
-
-
-def _check_data(source: str) -> None:
-    path = Path(source).expanduser()
-    if path.exists() or not is_local(source):
-        return
-    remedy = suggest_path(path, "give a file, a folder, or an id of the hub")
-    raise DataError(f"data: {source} does not exist, seen from {Path.cwd()}{remedy}")
 
 
 def _list_sources(data: Any) -> Iterator[str]:

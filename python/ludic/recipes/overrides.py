@@ -10,7 +10,7 @@ therefore counted before any is built, and `${...}` is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,8 +25,6 @@ from ludic.recipes.processes import SHORT_FORMS, parse_place
 
 SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source", "quantization": "kind"}
 """Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
-
-_SHORT_NAMES = {**SHORT_FORMS, "log": "report_to"}
 
 RENAMED = {"inference.max_lag": "inference.batches_ahead"}
 """Former name of a setting -> its name. The config.yaml of a run may have either."""
@@ -49,10 +47,10 @@ def parse_override(text: str) -> Override:
         parsed = OverridesParser.create().parse_override(text)
     except UnicodeEncodeError as error:
         raise ConfigError(f"override {text!a} is not text in UTF-8") from error
-    except (HydraException, ValueError, RecursionError) as error:
-        if not isinstance(error, HydraException):
-            raise ConfigError(f"override {text[:60]!r} cannot be read: {first_line(error)}") from error
+    except HydraException as error:
         raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"override {text[:60]!r} cannot be read: {first_line(error)}") from error
     if parsed.is_choice_sweep() and not parsed.is_delete():
         key, _, values = text.partition("=")
         if "choice(" not in values:
@@ -69,17 +67,17 @@ def make_override(key: str, value: Any, *, text: str) -> Override:
             key = f"{key}.{SECTIONS_BY_NAME[key]}"
         elif key == "place":
             value = parse_place(value)
-        key = _SHORT_NAMES.get(key, key)
+        key = {**SHORT_FORMS, "log": "report_to"}.get(key, key)
     return Override(key=key, value=value, text=text)
 
 
 def refuse_flags(arguments: Sequence[str], known: Sequence[str]) -> None:
     """Raise `ConfigError` for an unknown flag, with the nearest of the `known` settings."""
     for argument in arguments:
-        if argument.startswith("-"):
-            name = argument.partition("=")[0]
-            key = name.lstrip("-").replace("-", "_")
-            raise ConfigError(f"there is no flag {name}; settings are written key=value{suggest(key, known)}")
+        name = argument.partition("=")[0]
+        if name.startswith("-"):
+            remedy = suggest(name.lstrip("-").replace("-", "_"), known)
+            raise ConfigError(f"there is no flag {name}; settings are written key=value{remedy}")
 
 
 def suggest(key: str, known: Sequence[str]) -> str:
@@ -152,70 +150,44 @@ def check_plain(value: Any, where: str) -> None:
             raise ConfigError(f"{where} ({value[:60]!a}) holds half of a surrogate pair, which is not valid text")
 
 
-DEFAULT_RANK = 8
-
-
-def _split_names(text: str) -> list[str]:
-    """Separated by commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-@dataclass(frozen=True)
-class Flag:
-    """The setting of a flag, and how its value is read."""
-
-    key: str
-    read: Callable[[str], Any] = str
-    kind: str = "text"
-    """The expected value in words, for errors."""
-
-
-def _make_integer_flag(key: str) -> Flag:
-    return Flag(key, int, "a whole number")
-
-
-def _make_number_flag(key: str) -> Flag:
-    return Flag(key, float, "a number")
-
-
-FLAGS: dict[str, Flag] = {
-    "--model": Flag("model"),
-    "--tokenizer": Flag("tokenizer"),
-    "--data": Flag("data"),
-    "--hf-dataset": Flag("data"),
-    "--hf-config": Flag("data_config"),
-    "--hf-split": Flag("split"),
-    "--limit": _make_integer_flag("limit"),
-    "--steps": _make_integer_flag("steps"),
-    "--batch-size": _make_integer_flag("batch_size"),
-    "--micro-token-budget": _make_integer_flag("trainer.micro_token_budget"),
-    "--max-seq-len": _make_integer_flag("trainer.max_seq_len"),
-    "--lr": _make_number_flag("trainer.lr"),
-    "--weight-decay": _make_number_flag("trainer.weight_decay"),
-    "--warmup-steps": _make_integer_flag("trainer.warmup_steps"),
-    "--lr-scheduler": Flag("trainer.lr_scheduler_type"),
-    "--beta": _make_number_flag("loss.beta"),
-    "--regularization-lambda": _make_number_flag("loss.regularization_lambda"),
-    "--label-smoothing": _make_number_flag("loss.label_smoothing"),
-    "--lora-rank": _make_integer_flag("lora.rank"),
-    "--lora-alpha": _make_number_flag("lora.alpha"),
-    "--lora-dropout": _make_number_flag("lora.dropout"),
-    "--lora-target-modules": Flag("lora.target_modules", _split_names, "names separated by commas"),
-    "--eval-data": Flag("heldout_data"),
-    "--eval-split": Flag("heldout_split"),
-    "--eval-limit": _make_integer_flag("heldout_limit"),
-    "--eval-every": _make_integer_flag("trainer.eval_every_n_steps"),
-    "--early-stopping-patience": _make_integer_flag("trainer.early_stopping_patience"),
-    "--seed": _make_integer_flag("seed"),
+FLAGS: dict[str, tuple[str, type]] = {
+    "--model": ("model", str),
+    "--tokenizer": ("tokenizer", str),
+    "--data": ("data", str),
+    "--hf-dataset": ("data", str),
+    "--hf-config": ("data_config", str),
+    "--hf-split": ("split", str),
+    "--limit": ("limit", int),
+    "--steps": ("steps", int),
+    "--batch-size": ("batch_size", int),
+    "--micro-token-budget": ("trainer.micro_token_budget", int),
+    "--max-seq-len": ("trainer.max_seq_len", int),
+    "--lr": ("trainer.lr", float),
+    "--weight-decay": ("trainer.weight_decay", float),
+    "--warmup-steps": ("trainer.warmup_steps", int),
+    "--lr-scheduler": ("trainer.lr_scheduler_type", str),
+    "--beta": ("loss.beta", float),
+    "--regularization-lambda": ("loss.regularization_lambda", float),
+    "--label-smoothing": ("loss.label_smoothing", float),
+    "--lora-rank": ("lora.rank", int),
+    "--lora-alpha": ("lora.alpha", float),
+    "--lora-dropout": ("lora.dropout", float),
+    "--lora-target-modules": ("lora.target_modules", list),
+    "--eval-data": ("heldout_data", str),
+    "--eval-split": ("heldout_split", str),
+    "--eval-limit": ("heldout_limit", int),
+    "--eval-every": ("trainer.eval_every_n_steps", int),
+    "--early-stopping-patience": ("trainer.early_stopping_patience", int),
+    "--seed": ("seed", int),
 }
+"""Flag -> its setting, and the type of its value. A list is names separated by commas."""
 SWITCHES = {
-    "--lora": Override("lora.rank", DEFAULT_RANK, "--lora"),
+    "--lora": Override("lora.rank", 8, "--lora"),
     "--profile-memory": Override("trainer.profile_memory", True, "--profile-memory"),
     "--profile-gpu": Override("trainer.profile_memory", True, "--profile-gpu"),
     "--gradient-checkpointing": Override("gradient_checkpointing", True, "--gradient-checkpointing"),
 }
 _DIRECTORY = "--output-dir"
-_WITH_LORA = ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-target-modules")
 
 
 def parse_flags(arguments: Sequence[str | Override]) -> Iterator[str | Override]:
@@ -227,7 +199,12 @@ def parse_flags(arguments: Sequence[str | Override]) -> Iterator[str | Override]
     written = [argument for argument in arguments if isinstance(argument, str)]
     remaining = iter(written)
     names = [argument.partition("=")[0] for argument in written]
-    _check_lora(names, written)
+    has_lora = any(name == "--lora" or name.startswith("lora.") for name in names)
+    without = [name for name in names if name.startswith("--lora-") and name in FLAGS]
+    if without and not has_lora and not any(argument.endswith((".yaml", ".yml")) for argument in written):
+        raise ConfigError(
+            f"{without[0]} has no effect without --lora: add --lora, or leave {without[0]} out to train all weights"
+        )
     for argument in remaining:
         name, has_value, value = argument.partition("=")
         if not name.startswith("--"):
@@ -236,9 +213,15 @@ def parse_flags(arguments: Sequence[str | Override]) -> Iterator[str | Override]
             if name != "--lora" or "--lora-rank" not in names:
                 yield SWITCHES[name]
         elif name in FLAGS or name == _DIRECTORY:
-            yield from _make_overrides(name, value if has_value else _take_value(name, remaining))
+            if not has_value:
+                value = next(remaining, "--")
+                if value.startswith("--"):
+                    raise ConfigError(f"{name} needs a value after it")
+            yield from _make_overrides(name, value)
+        elif name in SWITCHES:
+            raise ConfigError(f"{name} is a switch and takes no value")
         else:
-            raise ConfigError(_describe_unknown(name, is_switch=name in SWITCHES))
+            raise ConfigError(_describe_unknown(name))
     yield from (argument for argument in arguments if isinstance(argument, Override))
 
 
@@ -248,41 +231,18 @@ def _make_overrides(name: str, value: str) -> Iterator[Override]:
         yield Override("output", str(path.parent), f"{name} {value}")
         yield Override("name", path.name, f"{name} {value}")
         return
-    flag = FLAGS[name]
+    key, kind = FLAGS[name]
     try:
-        yield Override(flag.key, flag.read(value), f"{name} {value}")
+        names = [part.strip() for part in value.split(",") if part.strip()]
+        yield Override(key, names if kind is list else kind(value), f"{name} {value}")
     except ValueError as error:
-        raise ConfigError(f"{name} ({value}) must be {flag.kind}") from error
+        raise ConfigError(f"{name} ({value}) must be {'a whole number' if kind is int else 'a number'}") from error
 
 
-def _take_value(name: str, remaining: Iterator[str]) -> str:
-    value = next(remaining, None)
-    if value is None or value.startswith("--"):
-        raise ConfigError(f"{name} needs a value after it")
-    return value
-
-
-def _check_lora(names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Raise ConfigError for LoRA settings without `--lora`, which would train all weights."""
-    if (
-        "--lora" in names
-        or any(name.startswith("lora.") for name in names)
-        or any(a.endswith((".yaml", ".yml")) for a in arguments)
-    ):
-        return
-    without = [name for name in names if name in _WITH_LORA]
-    if without:
-        raise ConfigError(
-            f"{without[0]} has no effect without --lora: add --lora, or leave {without[0]} out to train all weights"
-        )
-
-
-def _describe_unknown(name: str, *, is_switch: bool) -> str:
-    if is_switch:
-        return f"{name} is a switch and takes no value"
+def _describe_unknown(name: str) -> str:
     ours = SETTINGS.get(name.lstrip("-").replace("-", "_"), "").split(",")
-    for flag, item in FLAGS.items():
-        if item.key in ours:
+    for flag, (key, _) in FLAGS.items():
+        if key in ours:
             return f"there is no flag {name}; it is called {flag}"
     others = "`ludic train-rm --help` lists them; settings without one are key=value"
     return f"there is no flag {name}{did_you_mean(name, [*FLAGS, *SWITCHES, _DIRECTORY], others, count=2)}"

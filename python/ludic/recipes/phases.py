@@ -9,10 +9,12 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe
 
-_WARMUP = ("warmup.steps", "warmup.data", "warmup.epochs")
-_EXCLUDED = {"sft": ("steps",), "rl": _WARMUP, "sft+rl": ()}
+_EXCLUDED: dict[str | None, Sequence[str]] = {
+    "sft": ("steps",),
+    "rl": ("warmup.steps", "warmup.data", "warmup.epochs"),
+    "sft+rl": (),
+}
 """Mode -> the settings of the phase that it leaves out."""
-NEEDS_WARMUP = "set warmup.data=FILE, rows as `ludic sft` takes them, or warmup.steps=N for demonstrations of the task"
 
 
 def has_warmup(recipe: Recipe) -> bool:
@@ -28,12 +30,9 @@ def choose_phases(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
     in a file and `steps=120` on the command line are an error.
     """
     mode = recipe.mode
-    if mode is None:
-        _check_warmup(recipe, said)
-        return
     for place in said:
         is_last = place is said[-1]
-        for key in _EXCLUDED[mode]:
+        for key in _EXCLUDED.get(mode, ()):
             if (is_last or place.get("mode") is not None) and place.get(key):
                 raise ConfigError(
                     f"mode={mode} leaves out what {key}={place[key]} asks for; drop one of them, or use mode=sft+rl"
@@ -42,16 +41,14 @@ def choose_phases(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
         recipe.steps = 0
     if mode == "rl":
         recipe.warmup.steps, recipe.warmup.data, recipe.warmup.epochs = 0, None, None
-    elif not has_warmup(recipe):
-        raise ConfigError(f"mode={mode} begins with supervised training, and there is nothing to train on; {NEEDS_WARMUP}")
-    if mode != "sft" and not recipe.steps:
+    if mode in ("sft", "sft+rl") and not has_warmup(recipe):
+        raise ConfigError(
+            f"mode={mode} begins with supervised training, and there is nothing to train on; set warmup.data=FILE, rows as `ludic sft` "
+            "takes them, or warmup.steps=N for demonstrations of the task"
+        )
+    if mode in ("rl", "sft+rl") and not recipe.steps:
         raise ConfigError(f"mode={mode} needs steps of reinforcement; set steps=N, or mode=sft")
-    _check_warmup(recipe, said)
-
-
-def _check_warmup(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
-    """Check how long the warm-up is. Passes replace the steps of a built-in recipe."""
-    if recipe.warmup.epochs is not None:
+    if recipe.warmup.epochs is not None:  # passes replace the steps of a built-in recipe
         if recipe.warmup.steps and any(place.get("warmup.steps") for place in said):
             raise ConfigError(
                 f"warmup.epochs={recipe.warmup.epochs} and warmup.steps={recipe.warmup.steps} both say how long the warm-up is; drop "

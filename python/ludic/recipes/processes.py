@@ -14,6 +14,7 @@ from ludic.inference.sampling import make_sampling
 from ludic.recipes.rules import setting
 
 _ACTORS = "place.actors or queue.url"
+_DEADLINE = "a call without a deadline may never end"
 
 
 @dataclass
@@ -138,14 +139,8 @@ class RanksSection:
 
 def phase_deadlines(section: RanksSection) -> dict[str, float]:
     """The deadline of each phase of the watchdog, in seconds."""
-    return {
-        "step": section.step_s,
-        "generation": section.generation_s,
-        "save": section.save_s,
-        "load": section.load_s,
-        "publish": section.publish_s,
-        "evaluation": section.evaluation_s,
-    }
+    phases = ("step", "generation", "save", "load", "publish", "evaluation")
+    return {phase: getattr(section, f"{phase}_s") for phase in phases}
 
 
 @dataclass
@@ -173,15 +168,15 @@ class InferenceSection:
     trainer_address: str = "127.0.0.1"
     """The address of this process for the servers that receive its weights; set it for servers on
     other machines."""
-    timeout_s: float = setting(600.0, above=0)
+    timeout_s: float = setting(600.0, above=0, hint=_DEADLINE)
     """Deadline in seconds for the start of a server and for each of its answers."""
-    push_timeout_s: float = setting(180.0, above=0)
+    push_timeout_s: float = setting(180.0, above=0, hint=_DEADLINE)
     """Seconds in which a server of `place.servers` must have loaded new weights. If none has, or at
     the first version not all have, the run ends."""
     push_wait_s: float = setting(10.0, least=0)
     """Seconds that a push waits for the other servers of `place.servers` once one has the new
     weights. Those that need longer are sent no requests until they have them."""
-    batches_ahead: int = setting(0, least=0)
+    batches_ahead: int = setting(0, least=0, hint="0 generates and trains in turn")
     """Batches that are generated while another trains; samples are then up to that many policy
     versions old. 0: none."""
     preflight: bool = True
@@ -241,7 +236,9 @@ class QueueSection:
     """`exact`: each batch has its own prompts, sampled by the version `inference.batches_ahead`
     before it, so that the run does not depend on when actors finish or die. `arrival`: a batch has
     the prompts that are finished first."""
-    max_lag: Optional[int] = setting(None, needs=_ACTORS, excludes="queue.order=exact")  # noqa: UP045
+    max_lag: Optional[int] = setting(  # noqa: UP045
+        None, needs=_ACTORS, excludes="queue.order=exact", hint="it belongs to queue.order=arrival"
+    )
     """With `order=arrival`: a step waits for prompts that are still being answered by a version
     this much older. Null: `inference.batches_ahead` + 2."""
     prompts_per_entry: Optional[int] = setting(None, least=1, needs=_ACTORS)  # noqa: UP045

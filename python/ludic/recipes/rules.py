@@ -45,7 +45,8 @@ class Rules(TypedDict, total=False):
     excludes: str
     """It may be set only if none of these conditions is true."""
     hint: str
-    """A remedy or reason that ends an error about the choices or another setting."""
+    """A remedy or reason that ends an error. A setting with `needs` or `excludes` has it for errors
+    about these, not about its bounds."""
 
 
 def setting(default: Any = MISSING, **rules: Unpack[Rules]) -> Any:
@@ -74,10 +75,10 @@ def _list_settings(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any],
 
 def _find_problem(recipe: Any, path: str, item: Field[Any], value: Any) -> str | None:
     rules = item.metadata
+    hint = f"; {rules['hint']}" if "hint" in rules else ""
     for name, (words, holds) in _BOUNDS.items():
         if name in rules and not holds(value, rules[name]):
-            return f"must be {words} {rules[name]}"
-    hint = f"; {rules['hint']}" if "hint" in rules else ""
+            return f"must be {words} {rules[name]}{'' if 'needs' in rules or 'excludes' in rules else hint}"
     if "choices" in rules and value not in rules["choices"]:
         return f"must be one of {', '.join(rules['choices'])}{did_you_mean(str(value), rules['choices'])}{hint}"
     if value == _default(item):

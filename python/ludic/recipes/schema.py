@@ -14,6 +14,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.data.sft_formats import FORMATS
 from ludic.recipes.processes import InferenceSection, PlaceSection, QueueSection, RanksSection
 from ludic.recipes.rules import setting
 from ludic.recipes.sections import (
@@ -63,7 +64,7 @@ class NetworkSection:
     """Tokens of the longest sequence, prompt and answer together."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
-    end_of_turn: str = "eos"
+    end_of_turn: str = setting("eos", choices=("eos", "newline"))
     """`eos`: a special token ends a turn. `newline`: the newline ends a turn, so that a dialogue
     is lines of text."""
 
@@ -93,7 +94,7 @@ class WarmupSection:
     data: Any = None
     """Rows as `ludic sft` takes them: a file, or a list of files; null: demonstrations of the
     task."""
-    data_format: str = "auto"
+    data_format: str = setting(AUTO, choices=(AUTO, *FORMATS))
     """Format of the rows of `data`, as for `ludic sft`."""
     epochs: Optional[int] = setting(None, least=1, needs="warmup.data")  # noqa: UP045
     """Passes over `data`, instead of `steps`."""
@@ -195,12 +196,24 @@ class CommonSettings:
     """What all commands have: how the model is loaded and run, how conversations are rendered, and
     what ends an answer."""
 
+    output: str = MISSING
+    """Folder that all runs are written to."""
+    threads: Optional[int] = setting(least=1)  # noqa: UP045  OmegaConf reads this annotation at run time
+    """Threads of torch; null: torch's default. The last digits of results depend on it, so that
+    runs with other values differ."""
+    model: Optional[str] = MISSING  # noqa: UP045
+    """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
+    tokenizer: Optional[str] = MISSING  # noqa: UP045
+    """Folder or hub id; null: the tokenizer of `model`, or the byte tokenizer."""
+    dtype: str = MISSING
+    """Type of the weights: float32, bfloat16, or auto, the type in the model's files. float16 is
+    only for weights that are not trained."""
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """How `model` is loaded: `{revision: BRANCH, attn_implementation: flash_attention_2}`; also
     experts_implementation, subfolder and variant."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    chat_template: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
+    chat_template: Optional[str] = None  # noqa: UP045
     """File with a Jinja template, or its text, that replaces the tokenizer's and is saved with it;
     null: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -209,6 +222,12 @@ class CommonSettings:
     eos_token: Optional[str] = None  # noqa: UP045
     """The end token, a token of the vocabulary; null: the tokenizer's. The token that ends a turn
     in the chat template always ends an answer, too."""
+    log_every: int = setting(least=1)
+    """Without a terminal, one line is printed every this many steps. metrics.jsonl has every
+    step."""
+    report_to: Any = None
+    """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
+    short name is `log`: `log=[wandb,mlflow]`."""
 
 
 @dataclass
@@ -221,21 +240,9 @@ class Recipe(CommonSettings):
     name: Optional[str] = MISSING  # noqa: UP045
     """The run's folder is `output/name`; null: named by recipe, algorithm and seed, with the
     time appended if that exists."""
-    output: str = MISSING
-    """Folder that all runs are written to."""
     seed: int = setting(least=0)
     """Seed of initial weights, demonstrations, problems and sampling. The held-out problems do
     not depend on it."""
-    threads: Optional[int] = setting(least=1)  # noqa: UP045
-    """Threads of torch; null: torch's default. The last digits of results depend on it, so that
-    runs with other values differ."""
-    model: Optional[str] = MISSING  # noqa: UP045
-    """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
-    tokenizer: Optional[str] = MISSING  # noqa: UP045
-    """Folder or hub id; null: the tokenizer of `model`, or the byte tokenizer."""
-    dtype: str = MISSING
-    """Type of the weights: float32, bfloat16, or auto, the type in the model's files. float16 is
-    only for weights that are not trained."""
     data: Any = None
     """Your own problems: a JSONL, JSON, CSV or parquet file with a column `prompt`, a folder, or
     a hub id; or a mixture of these, as `{datasets: [{id: FILE, weight: 0.5}, {id: FILE}], seed:
@@ -272,12 +279,6 @@ class Recipe(CommonSettings):
     mode: Optional[str] = setting(None, choices=MODES)  # noqa: UP045
     """`sft`: only the warm-up. `rl`: only reinforcement. `sft+rl`: both. null: what `warmup.steps`,
     `warmup.data` and `steps` say."""
-    log_every: int = setting(least=1)
-    """Without a terminal, one line is printed every this many steps. metrics.jsonl has every
-    step."""
-    report_to: Any = None
-    """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
-    short name is `log`: `log=[wandb,mlflow]`."""
     report_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of `wandb.init`, such as project, entity, group and name."""
     report_header: bool = False

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ludic.errors import LaunchError
-from ludic.launch.slurm.placement import Allocation, Placement, Server, place
 from ludic.launch.slurm.settings import SlurmSettings
-from ludic.launch.slurm.steps import TRAIN, YOUNG_S, server_steps, training_step
+from ludic.launch.slurm.steps import TRAIN, YOUNG_S, Allocation, Placement, Server, place, server_steps, training_step
+from ludic.launch.supervisor import catch_stop_signals
 
 POLL_S = 0.25
 ASK_AGAIN_S = 2.0
@@ -37,6 +37,7 @@ _YOUNG = re.compile(f"0:0[0-{YOUNG_S - 1}]")
 _EXIT = re.compile(r"srun: error: (\S+): tasks? \S+: (?:Exited with exit code (\d+)|(\w+))")
 
 Step = subprocess.Popen[Any]
+Servers = Sequence[tuple[Server, Step]]
 
 
 def run_job(settings: SlurmSettings) -> int:
@@ -49,14 +50,16 @@ def run_job(settings: SlurmSettings) -> int:
     for line in describe(placement):
         _say(line)
     os.environ[SECRET] = secrets.token_hex(32)  # one that another server may have too would not tell them apart
-    with _asked_to_stop() as stop, _started(commands) as servers:
-        fault = _wait_for_health(settings, placement.servers, servers, stop)
+    stop = threading.Event()
+    with catch_stop_signals(lambda _: stop.set()), _started(commands) as steps:
+        servers = list(zip(placement.servers, steps, strict=True))
+        fault = _wait_for_health(settings, servers, stop)
         if fault is not None:
             _say(fault)
             return 1
         if stop.is_set():
             return 128 + signal.SIGTERM
-        return _train(settings, train, placement.servers, servers, stop, job_id)
+        return _train(settings, train, servers, stop, job_id)
 
 
 def find_allocation(settings: SlurmSettings, environment: Mapping[str, str]) -> Allocation:
@@ -67,12 +70,9 @@ def find_allocation(settings: SlurmSettings, environment: Mapping[str, str]) -> 
 
 def describe(placement: Placement) -> list[str]:
     """The plan in words."""
-    ranks = placement.ranks_per_node
-    lines = [
-        f"training: {ranks} rank{'s' if ranks > 1 else ''} on each of {', '.join(placement.train_nodes)}"
-        + _on(placement.train_gpus)
-    ]
-    return lines + [f"server: {server.url}{_on(server.gpus)}" for server in placement.servers]
+    ranks, nodes = placement.ranks_per_node, ", ".join(placement.train_nodes)
+    training = f"training: {ranks} rank{'s' if ranks > 1 else ''} on each of {nodes}{_on(placement.train_gpus)}"
+    return [training, *(f"server: {server.url}{_on(server.gpus)}" for server in placement.servers)]
 
 
 def find_status(errors: str, status: int) -> int:
@@ -88,14 +88,7 @@ def find_status(errors: str, status: int) -> int:
     return int(first[2]) if first[2] else status
 
 
-def _train(
-    settings: SlurmSettings,
-    command: Sequence[str],
-    places: Sequence[Server],
-    servers: Sequence[Step],
-    stop: threading.Event,
-    job_id: str,
-) -> int:
+def _train(settings: SlurmSettings, command: Sequence[str], servers: Servers, stop: threading.Event, job_id: str) -> int:
     trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
     errors: list[str] = []
     reader = threading.Thread(target=_copy, args=(trainer.stderr, errors), daemon=True)
@@ -103,7 +96,7 @@ def _train(
     dead: tuple[Server, int] | None = None
     ending = _Ending(settings.stop_before_end_s, job_id, trainer)
     while trainer.poll() is None:
-        dead = dead or _find_ended(places, servers)
+        dead = dead or _find_ended(servers)
         if stop.is_set() or dead is not None:
             ending.go_on("asked to stop" if dead is None else _say_ended(*dead))
         time.sleep(POLL_S)
@@ -148,24 +141,23 @@ def _ask_to_save(job_id: str) -> bool:
     return bool(steps)
 
 
-def _wait_for_health(
-    settings: SlurmSettings, places: Sequence[Server], servers: Sequence[Step], stop: threading.Event
-) -> str | None:
+def _wait_for_health(settings: SlurmSettings, servers: Servers, stop: threading.Event) -> str | None:
     """Wait until every server answers. Returns what went wrong; None if nothing did, or if the job
     is asked to stop. Another process may answer at the port: ours ends then, or has another
     secret."""
     deadline = time.monotonic() + settings.health_timeout_s
-    for where in places:
-        while not (healthy := is_healthy(where.host, where.port)) or _find_ended(places, servers):
+    for where, _ in servers:
+        while not (healthy := is_healthy(where.host, where.port)) or _find_ended(servers):
             if stop.is_set():
                 return None
-            if ended := _find_ended(places, servers):
+            if ended := _find_ended(servers):
                 answers = f", and something else answers at {where.url}" if healthy else ""
                 return _say_ended(*ended) + answers
             if time.monotonic() > deadline:
                 return f"the server {where.url} was not healthy within {settings.health_timeout_s:g} s; its log is in {settings.logs}"
             stop.wait(POLL_S)
-        if _is_of_another(where.host, where.port):
+        # It refuses the secret of another job, which paths that it does not know need too.
+        if _get(where.host, where.port, "/ludic/secret", {HEADER: os.environ[SECRET]}) == http.HTTPStatus.UNAUTHORIZED:
             return (
                 f"what answers at {where.url} refuses the secret of this job: it is another's server; set another --server-port"
             )
@@ -173,26 +165,21 @@ def _wait_for_health(
     return None
 
 
-def _find_ended(places: Sequence[Server], servers: Sequence[Step]) -> tuple[Server, int] | None:
+def _find_ended(servers: Servers) -> tuple[Server, int] | None:
     """A server that has ended, and its status."""
-    return next(((where, s.returncode) for where, s in zip(places, servers, strict=True) if s.poll() is not None), None)
+    return next(((where, step.returncode) for where, step in servers if step.poll() is not None), None)
 
 
-def _is_of_another(host: str, port: int) -> bool:
-    """Whether the server refuses our secret, which paths that it does not know need too."""
-    return _get(host, port, "/ludic/secret", {HEADER: os.environ[SECRET]}) == http.HTTPStatus.UNAUTHORIZED
-
-
-def is_healthy(host: str, port: int, timeout_s: float = 5.0) -> bool:
+def is_healthy(host: str, port: int) -> bool:
     """Whether `GET /health` is answered by 200. Proxies are not asked."""
-    return _get(host, port, "/health", {}, timeout_s) == http.HTTPStatus.OK
+    return _get(host, port, "/health", {}) == http.HTTPStatus.OK
 
 
-def _get(host: str, port: int, path: str, headers: Mapping[str, str], timeout_s: float = 5.0) -> int | None:
+def _get(host: str, port: int, path: str, headers: dict[str, str]) -> int | None:
     """The status of the answer; None without one."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    connection = http.client.HTTPConnection(host, port, timeout=5.0)
     try:
-        connection.request("GET", path, headers=dict(headers))
+        connection.request("GET", path, headers=headers)
         return connection.getresponse().status
     except (OSError, http.client.HTTPException):
         return None
@@ -216,18 +203,6 @@ def _started(commands: Sequence[Sequence[str]]) -> Iterator[list[Step]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(SERVER_STOP_S)
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM and SIGINT set."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _copy(stream: Any, lines: list[str]) -> None:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludic.errors import DO_NOT_RETRY, TRY_AGAIN, ConfigError
-from ludic.launch.process import USAGE, Process, check_processes
+from ludic.launch.process import HOST, USAGE, Process, check_processes
 from ludic.launch.rank_environment import STOP_ONCE
+from ludic.launch.slurm.settings import check_time
 from ludic.launch.slurm.steps import YOUNG_S
 from ludic.launch.supervisor import LONGEST_DELAY_S, POLITE, WINDOW_S
 
-_HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")
-_TIME = re.compile(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?")
 _LINE = re.compile(r"[^\n\r\0]+")
 _RESERVED = ("--nodes", "--signal", "--open-mode", "--job-name", "--output")
 
@@ -43,8 +42,7 @@ class SlurmJob:
                 f"nodes ({self.nodes}), cpus_per_node ({self.cpus_per_node}) and notice_s ({self.notice_s}) must be at least 1, and "
                 f"gpus_per_node ({self.gpus_per_node}) at least 0"
             )
-        if not _TIME.fullmatch(self.time):
-            raise ConfigError(f"time ({self.time}) must be a time limit of Slurm: minutes, HH:MM:SS or days-HH")
+        check_time(self.time)
         for option in self.options:
             if not (option.startswith("--") and _LINE.fullmatch(option)) or option.split("=")[0] in _RESERVED:
                 raise ConfigError(f"option of sbatch ({option!r}) must be --NAME=VALUE, and none of {', '.join(_RESERVED)}")
@@ -52,12 +50,12 @@ class SlurmJob:
             raise ConfigError(f"name of a job ({self.name!r}) must consist of letters, digits, `_`, `.` and `-`")
 
 
-def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, cwd: Path, until: str = "trainer") -> str:
+def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, cwd: Path) -> str:
     """The text of the script, to be written to a file and passed to `sbatch`.
 
     Each process is a job step on the node that has room for it, in the order of the list. It is
     restarted as the `Supervisor` does it: `Process.restarts` times, not after the statuses 0, 2 and
-    78. When all of the role `until` have ended, the others are ended. `notice_s` before the time
+    78. When all of the role `trainer` have ended, the others are ended. `notice_s` before the time
     limit the trainer gets SIGTERM; it saves and ends, and the job is queued again, as it is if the
     trainer ends with status 75. The processes resume from the newest checkpoint by themselves.
 
@@ -68,12 +66,25 @@ def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, c
     for label, path in (("folder", folder), ("cwd", cwd)):
         if not path.is_absolute() or not _LINE.fullmatch(str(path)):
             raise ConfigError(f"{label} ({path}) must be an absolute path on a file system that all nodes share")
-    if not any(process.role == until for process in processes):
-        raise ConfigError(f"no process has the role {until}, so the job would have no end")
+    if not any(process.role == "trainer" for process in processes):
+        raise ConfigError("no process has the role trainer, so the job would have no end")
     nodes = assign_nodes(processes, job)
-    steps = "\n\n".join(_write_step(process, folder, job, nodes, until) for process in processes)
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={job.cpus_per_node}",
+        *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
+        f"--time={job.time}",
+        f"--output={shlex.quote(str(folder / 'slurm-%j.log'))}",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{job.notice_s}",
+        *job.options,
+    ]
+    steps = "\n\n".join(_write_step(process, folder, job, nodes) for process in processes)
     return _SCRIPT.format(
-        header=_write_header(folder, job),
+        header="\n".join(f"#SBATCH {option}" for option in options),
         cwd=shlex.quote(str(cwd)),
         logs=shlex.quote(str(folder / "workers")),
         window=int(WINDOW_S),
@@ -108,24 +119,7 @@ def assign_nodes(processes: Sequence[Process], job: SlurmJob) -> dict[str, int]:
     return assigned
 
 
-def _write_header(folder: Path, job: SlurmJob) -> str:
-    options = [
-        f"--job-name={job.name}",
-        f"--nodes={job.nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={job.cpus_per_node}",
-        *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
-        f"--time={job.time}",
-        f"--output={shlex.quote(str(folder / 'slurm-%j.log'))}",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{job.notice_s}",
-        *job.options,
-    ]
-    return "\n".join(f"#SBATCH {option}" for option in options)
-
-
-def _write_step(process: Process, folder: Path, job: SlurmJob, nodes: Mapping[str, int], until: str) -> str:
+def _write_step(process: Process, folder: Path, job: SlurmJob, nodes: Mapping[str, int]) -> str:
     """The lines that start a process and keep it running."""
     log = shlex.quote(str(folder / "workers" / f"{process.name}.log"))
     srun = ["srun", "--nodes=1", "--ntasks=1", "--exact", f'--nodelist="${{nodes[{nodes[process.name]}]}}"']
@@ -134,14 +128,14 @@ def _write_step(process: Process, folder: Path, job: SlurmJob, nodes: Mapping[st
     variables = [shlex.quote(f"{name}={value}") for name, value in process.env.items()]
     first = [job.python, *process.argv[1:]] if process.argv[0] == "python" else list(process.argv)
     command = [*(["env", *variables] if variables else []), *(_quote(part, nodes) for part in first)]
-    kind = "trainers" if process.role == until else "others"
+    kind = "trainers" if process.role == "trainer" else "others"
     lines = [f"keep {process.name} {process.restarts} {kind}", " ".join(srun), " ".join(command) + " &"]
     return " \\\n    ".join(lines) + f"\n{kind}+=($!)"
 
 
 def _quote(part: str, nodes: Mapping[str, int]) -> str:
     """An argument for bash. `a{host:t} b` becomes `a"${nodes[0]}"' b'` if t is on node 0."""
-    texts = _HOST.split(part)  # text, name, text, name, ..., text
+    texts = HOST.split(part)  # text, name, text, name, ..., text
     words = [f'"${{nodes[{nodes[text]}]}}"' if odd % 2 else shlex.quote(text) if text else "" for odd, text in enumerate(texts)]
     return "".join(words) or "''"
 

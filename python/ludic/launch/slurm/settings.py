@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ludic.errors import ConfigError
 
-_TIME = re.compile(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?")
 _WORD = re.compile(r"[A-Za-z0-9_.,:=@%/+-]+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -96,21 +95,6 @@ class SlurmSettings:
                 raise ConfigError(f"{name} ({value}) must be a whole number of at least {least}")
         if not self.health_timeout_s > 0:
             raise ConfigError(f"health_timeout_s ({self.health_timeout_s}) must be above 0 seconds")
-        self._check_commands()
-        self._check_ports()
-        self._check_header()
-        self._check_environment()
-        self._check_setup()
-
-    def with_ports_of(self, job_id: str) -> SlurmSettings:
-        """The settings with the ports of this job, if they are to be chosen. Jobs of up to 18
-        servers whose numbers are less than 1,000 apart share none; job 77 has 11540 to 11559."""
-        if not self.ports_of_job:
-            return self
-        first = 10_000 + int(job_id) % 1000 * 20
-        return replace(self, master_port=first, group_port=first + 1, server_port=first + 2, ports_of_job=False)
-
-    def _check_commands(self) -> None:
         for name in ("train", "server", "setup"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(part, str) and "\0" not in part for part in value):
@@ -119,6 +103,17 @@ class SlurmSettings:
             raise ConfigError("train is empty; give the arguments of the interpreter, such as -m ludic.cli train maxent")
         if any("\n" in line for line in self.setup):
             raise ConfigError(f"setup ({list(self.setup)}) must have one line of the script in each text")
+        self._check_ports()
+        self._check_header()
+        self._check_secrets()
+
+    def with_ports_of(self, job_id: str) -> SlurmSettings:
+        """The settings with the ports of this job, if they are to be chosen. Jobs of up to 18
+        servers whose numbers are less than 1,000 apart share none; job 77 has 11540 to 11559."""
+        if not self.ports_of_job:
+            return self
+        first = 10_000 + int(job_id) % 1000 * 20
+        return replace(self, master_port=first, group_port=first + 1, server_port=first + 2, ports_of_job=False)
 
     def _check_ports(self) -> None:
         last = self.server_port + self.data_parallel - 1
@@ -132,8 +127,7 @@ class SlurmSettings:
                 raise ConfigError(f"{name} ({getattr(self, name)}) is a port of the servers ({self.server_port} to {last})")
 
     def _check_header(self) -> None:
-        if not _TIME.fullmatch(self.time):
-            raise ConfigError(f"time ({self.time}) must be a time limit of Slurm: minutes, HH:MM:SS or days-HH")
+        check_time(self.time)
         if not _NAME.fullmatch(self.job_name):
             raise ConfigError(f"job_name ({self.job_name!r}) must consist of letters, digits, `_`, `.` and `-`")
         for name in ("partition", "account", "logs"):
@@ -143,7 +137,9 @@ class SlurmSettings:
         if "\n" in self.python or not self.python:
             raise ConfigError(f"python ({self.python!r}) must be the path of an interpreter")
 
-    def _check_environment(self) -> None:
+    def _check_secrets(self) -> None:
+        """Raise ConfigError for what would be readable in the script, and for variables that cannot
+        be written into it."""
         for name, value in (self.environment or {}).items():
             if not _VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
                 raise ConfigError(f"environment: {name}={value!r} cannot be written into a script; use letters, digits and `_`")
@@ -151,8 +147,6 @@ class SlurmSettings:
                 raise ConfigError(
                     f"environment: {name} would be readable in the script; export it where you submit, the job has that environment"
                 )
-
-    def _check_setup(self) -> None:
         for number, line in enumerate(self.setup, 1):
             names = [name for name in _ASSIGNMENT.findall(line) if _SECRET.search(name)]
             if names or _ADDRESS.search(line):
@@ -161,6 +155,12 @@ class SlurmSettings:
                     f"setup, line {number}: {what} would be readable in the script; export it where you submit, the job has that "
                     "environment, or read it there from a file of yours: export NAME=$(cat FILE)"
                 )
+
+
+def check_time(limit: str) -> None:
+    """Raise ConfigError for text that is no time limit."""
+    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?", limit):
+        raise ConfigError(f"time ({limit}) must be a time limit of Slurm: minutes, HH:MM:SS or days-HH")
 
 
 def write_settings(settings: SlurmSettings) -> str:
@@ -191,11 +191,6 @@ def batch_script(settings: SlurmSettings, *, settings_file: str) -> str:
     environment = CACHES if settings.environment is None else settings.environment
     exports = [f"export {name}={_export(name, value)}" for name, value in environment.items()]
     command = f"exec {shlex.quote(settings.python)} -m ludic.launch.slurm.job {shlex.quote(settings_file)}"
-    parts = [_header(settings), "set -euo pipefail", *exports, *settings.setup, command]
-    return "\n".join(parts) + "\n"
-
-
-def _header(settings: SlurmSettings) -> str:
     options = [
         f"--job-name={settings.job_name}",
         f"--nodes={settings.nodes}",
@@ -211,7 +206,8 @@ def _header(settings: SlurmSettings) -> str:
         f"--output={settings.logs}/%x-%j.out",
         f"--error={settings.logs}/%x-%j.err",
     ]
-    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""])
+    header = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", "set -euo pipefail"]
+    return "\n".join([*header, *exports, *settings.setup, command, ""])
 
 
 def _export(name: str, value: str) -> str:

@@ -20,8 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ludic.errors import LaunchError
-from ludic.launch.gpus import find_gpus
-from ludic.launch.local import LocalPlace
+from ludic.launch.local import LocalPlace, find_gpus
 from ludic.launch.process import DONE, Ended, Place, Process, Started
 from ludic.launch.state import SILENT_S, read_launch
 from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
@@ -38,7 +37,7 @@ JOIN_S = OTHERS_GRACE_S + 30.0
 """How long to wait until all actors have ended."""
 
 
-class WithOwnTrainer:
+class WithOwnTrainer(Place):
     """A place whose trainer is this process, which runs already and which the place does not
     end."""
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from ludic.data.row_stream import RowStream
-from ludic.data.sft_formats import AUTO, FormatCount, check_format_name, count_formats
+from ludic.data.sft_formats import AUTO, FormatCount, count_formats
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
 from ludic.inference.prompts.template import find_turn_end, read_template
@@ -336,7 +336,6 @@ class Warmup:
             return cls(None, 0)
         if section.data is None:
             return cls(None, section.steps)
-        check_format_name(section.data_format, "warmup.data_format")
         rows, formats = read_rows(section.data, "warmup.data", section.data_format)
         make = SFTItems(tokenizer, row_format=section.data_format, max_tokens=section.trainer.max_seq_len)
         items = make.of(rows)
