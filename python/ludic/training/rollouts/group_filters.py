@@ -89,31 +89,20 @@ COMPARING = (check_reward_nonzero_std, check_quality_and_diversity)
 
 def make_threshold_filter(threshold: float) -> GroupFilter:
     """`check_min_reward` with this threshold."""
-
-    def check(samples: Sequence[Any]) -> bool:
-        return check_min_reward(samples, threshold)
-
-    return _named(check, f"check_min_reward({threshold})")
+    return _named(lambda samples: check_min_reward(samples, threshold), f"check_min_reward({threshold})")
 
 
 def make_length_filter(min_tokens: int, max_tokens: int) -> GroupFilter:
     """`check_reasonable_length` with these bounds."""
     _check_bounds(min_tokens, max_tokens)
-
-    def check(samples: Sequence[Any]) -> bool:
-        return check_reasonable_length(samples, min_tokens, max_tokens)
-
-    return _named(check, f"check_reasonable_length({min_tokens}, {max_tokens})")
+    name = f"check_reasonable_length({min_tokens}, {max_tokens})"
+    return _named(lambda samples: check_reasonable_length(samples, min_tokens, max_tokens), name)
 
 
 def of_rollouts(group_filter: GroupFilter) -> Callable[[Sequence[Rollout]], bool]:
     """The same filter for rollouts. The reward is the episode's, the response is the model's text
     of all steps, and the tokens belong to the last step, whose prompt has the earlier ones."""
-
-    def check(rollouts: Sequence[Rollout]) -> bool:
-        return group_filter([_RolloutMember(rollout) for rollout in rollouts])
-
-    return _named(check, name_of_filter(group_filter))
+    return _named(lambda rollouts: group_filter(list(map(_RolloutMember, rollouts))), name_of_filter(group_filter))
 
 
 def name_of_filter(group_filter: Callable[..., Any]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.interaction.containment import describe_error
-from ludic.training.rollouts.batch_selection import ArrivalOrder, BatchSelection, SubmissionOrder, choose_max_lag
+from ludic.training.rollouts.batch_selection import ArrivalOrder, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.group_ledger import (
     Group as Group,
     GroupBatch as GroupBatch,
@@ -120,7 +120,8 @@ class GroupPool:
         for name, choice, choices in (("order", order, ORDERS), ("on_exhausted", on_exhausted, ON_EXHAUSTED)):
             if choice not in choices:
                 raise ConfigError(f"{name} ({choice!r}) must be {' or '.join(map(repr, choices))}")
-        self._lag = choose_max_lag(over_sampling_factor, max_lag)
+        self.max_lag = choose_max_lag(over_sampling_factor, max_lag)
+        """How many batches after its admission a group is given at the latest."""
         self._max_kept = math.ceil(groups_per_batch * over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
         self._groups_per_batch, self._members_per_group, self._order = groups_per_batch, members_per_group, order
         self._is_short_allowed, self._close_timeout_s = on_exhausted == "short", close_timeout_s
@@ -137,9 +138,10 @@ class GroupPool:
             seed=seed,
             outage_patience_s=outage_patience_s,
         )
-        self._ledger, self._selection = Ledger(members_per_group), self._make_selection()
+        self.ledger, self._selection = Ledger(members_per_group), self._make_selection()
         self._failures = FailureCounter(max_rejections=patience * groups_per_batch, max_losses=2 * self._max_kept)
-        self._batch = 0
+        self.num_batches = 0
+        """How many batches the pool has given."""
         self._batches_left: int | None = None
         self._counts_before = PoolCounts()
         """The counts when the last batch was given."""
@@ -151,27 +153,9 @@ class GroupPool:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
-    def max_lag(self) -> int:
-        """How many batches after its admission a group is given at the latest."""
-        return self._lag
-
-    @property
-    def num_batches(self) -> int:
-        """How many batches the pool has given."""
-        return self._batch
-
-    @property
     def counts(self) -> PoolCounts:
         """The groups admitted so far, by what became of them."""
-        return self._ledger.count()
-
-    def oldest_position(self) -> int | None:
-        """Where the prompt of the oldest kept group is in the prompts; None if no group is kept."""
-        return self._ledger.oldest_position()
-
-    def is_kept(self, ordinal: int) -> bool:
-        """Whether the group is owed or arrived."""
-        return ordinal in self._ledger
+        return self.ledger.count()
 
     def limit(self, num_batches: int) -> None:
         """Say how many more batches are needed. No more groups are admitted than they hold, unless
@@ -231,7 +215,7 @@ class GroupPool:
         """The kept groups with their members, and the counts, as JSON values. Right at any moment;
         the position of the prompts must be read in the same step of the event loop."""
         arrivals = self._selection.list_arrivals()
-        return {"batch": self._batch, **self._ledger.encode(self._codec, arrivals, with_prompts=self._prompts_in_state)}
+        return {"batch": self.num_batches, **self.ledger.encode(self._codec, arrivals, with_prompts=self._prompts_in_state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Groups that are owed are completed with their seeds and by their
@@ -247,7 +231,7 @@ class GroupPool:
             selection.arrive(group)
         if not self._prompts_in_state:
             find_prompts(saved.ledger, self._prompts)
-        self._ledger, self._selection, self._batch = saved.ledger, selection, saved.batch
+        self.ledger, self._selection, self.num_batches = saved.ledger, selection, saved.batch
         self._counts_before, self._failure, self._prompts_ended = saved.ledger.count(), None, False
         self._failures.reset()
 
@@ -271,7 +255,15 @@ class GroupPool:
                 raise failure
             if self._is_complete():
                 return  # and it stays complete: groups that arrive or leave ask for no more of the others
-            self._check_failures()
+            if self._failures.is_losing or (
+                self._failures.is_out_of_patience and not (self._is_short_allowed and len(self.ledger))
+            ):
+                error = self._failures.make_error()
+                self._failures.reset()
+                self._calls.outage.forget()
+                raise error
+            if not len(self.ledger):
+                raise RequestsExhausted("there are no more prompts, and every group is given, rejected or lost")
             self._changed = self._loop.create_future()
             try:
                 await self._changed
@@ -286,9 +278,9 @@ class GroupPool:
             if self._is_cut_off:
                 return
             self._calls.open()
-            for group in self._ledger.owed():
+            for group in self.ledger.owed():
                 self._calls.add(group)
-        for group in [group for group in self._ledger.owed() if not group.missing]:
+        for group in [group for group in self.ledger.owed() if not group.missing]:
             self._judge(group)  # the filter has raised
         self._admit_more()
 
@@ -302,32 +294,22 @@ class GroupPool:
         self._is_cut_off = True
         self._wake()
 
-    def _check_failures(self) -> None:
-        """Raise if the batch cannot be completed."""
-        if self._failures.is_losing or (self._failures.is_out_of_patience and not (self._is_short_allowed and len(self._ledger))):
-            error = self._failures.make_error()
-            self._failures.reset()
-            self._calls.outage.forget()
-            raise error
-        if not len(self._ledger):
-            raise RequestsExhausted("there are no more prompts, and every group is given, rejected or lost")
-
     def _is_complete(self) -> bool:
         size = self._batch_size()
-        return size > 0 and self._selection.is_complete(self._batch, size)
+        return size > 0 and self._selection.is_complete(self.num_batches, size)
 
     def _batch_size(self) -> int:
         """N, or the remaining groups if no more are admitted."""
         is_last = self._prompts_ended or (self._is_short_allowed and self._failures.is_out_of_patience)
-        return min(self._groups_per_batch, len(self._ledger)) if is_last else self._groups_per_batch
+        return min(self._groups_per_batch, len(self.ledger)) if is_last else self._groups_per_batch
 
     def _give(self) -> GroupBatch:
-        groups = self._selection.take(self._batch, self._batch_size())
+        groups = self._selection.take(self.num_batches, self._batch_size())
         for group in groups:
-            self._ledger.remove(group, GroupState.GIVEN)
-        counts = self._ledger.count()
-        batch = GroupBatch(groups, self._batch, counts, self._counts_before)
-        self._batch += 1
+            self.ledger.remove(group, GroupState.GIVEN)
+        counts = self.ledger.count()
+        batch = GroupBatch(groups, self.num_batches, counts, self._counts_before)
+        self.num_batches += 1
         self._batches_left = None if self._batches_left is None else self._batches_left - 1
         self._counts_before = counts
         self._failures.reset()
@@ -336,36 +318,35 @@ class GroupPool:
     def _admit_more(self) -> None:
         """Admit groups up to the limit, start calls, and wake whoever waits for a batch if there is
         something to do."""
-        if self._calls.is_open:
-            self._admit()
-            self._calls.start()
-        if self._failure is not None or self._failures.is_over or not len(self._ledger) or self._is_complete():
-            self._wake()
-
-    def _admit(self) -> None:
-        while not (self._prompts_ended or self._failures.is_over) and len(self._ledger) < self._capacity():
+        while self._calls.is_open and not (self._prompts_ended or self._failures.is_over) and len(self.ledger) < self._capacity():
             try:
                 position, prompt = self._prompts.take()
             except RequestsExhausted:
                 self._prompts_ended = True
-                return
+                break
             except Exception as error:
                 self._fail(error)
-                return
-            group = self._ledger.admit(position, prompt, self._batch if self._is_waiting else max(0, self._batch - 1))
+                break
+            group = self.ledger.admit(position, prompt, self.num_batches if self._is_waiting else max(0, self.num_batches - 1))
             self._selection.admit(group)
             self._calls.add(group)
+        self._calls.start()
+        if self._failure is not None or self._failures.is_over or not len(self.ledger) or self._is_complete():
+            self._wake()
 
     def _capacity(self) -> int:
         """How many groups may be kept. Between two batches groups are admitted with the weights of
         the batch before, so that all kept ones must leave within the next K batches, not K + 1."""
         size, waiting = self._groups_per_batch, int(self._is_waiting)
         left = self._max_kept if self._batches_left is None else size * max(waiting, self._batches_left)
-        return min(self._max_kept, left, size * (self._lag + waiting))
+        return min(self._max_kept, left, size * (self.max_lag + waiting))
 
-    def _make_selection(self) -> BatchSelection:
+    def _make_selection(self) -> ArrivalOrder | SubmissionOrder:
         """The rule by which groups leave."""
-        return ArrivalOrder(self._groups_per_batch, self._lag) if self._order == "arrival" else SubmissionOrder()
+        return ArrivalOrder(self._groups_per_batch, self.max_lag) if self._order == "arrival" else SubmissionOrder()
+
+    def _count_retry(self) -> None:
+        self.ledger.retried += 1
 
     def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():
@@ -375,11 +356,8 @@ class GroupPool:
         self._failure = error
         self._wake()
 
-    def _count_retry(self) -> None:
-        self._ledger.retried += 1
-
     def _fill(self, group: Group, member: int, value: Any) -> None:
-        if self._ledger.fill(group, member, value):
+        if self.ledger.fill(group, member, value):
             self._judge(group)
 
     def _judge(self, group: Group) -> None:
@@ -393,16 +371,16 @@ class GroupPool:
             return
         self._failures.end_losses()
         if is_accepted:
-            self._ledger.arrive(group)
+            self.ledger.arrive(group)
             self._selection.arrive(group)
         else:
             self._failures.reject(reason)
-            self._ledger.remove(group, GroupState.REJECTED)
+            self.ledger.remove(group, GroupState.REJECTED)
             self._selection.drop(group)
         self._admit_more()
 
     def _lose(self, group: Group, member: int, error: Exception) -> None:
-        self._ledger.remove(group, GroupState.LOST)
+        self.ledger.remove(group, GroupState.LOST)
         self._selection.drop(group)
         self._calls.drop(group)
         trace = error if self._failures.lose(error) else None
