@@ -301,8 +301,9 @@ class CutOffWarnings:
         if not self._warned_of_tokens and rejected and len(rejected) >= REPORTED_SHARE * len(steps):
             self._warned_of_tokens = True
             logger.warning(
-                "%d of %d answers reached their token limit: no parser, environment or verifier saw them, and each earned %g instead; "
-                "raise max_tokens (rollout.max_new_tokens of a recipe), or have them judged with Agent(reject_incomplete_completions=False)",
+                "%d of %d answers reached their token limit: no parser, environment or verifier saw them, and each earned %g "
+                "instead; raise max_tokens (rollout.max_new_tokens of a recipe), or have them judged with "
+                "Agent(reject_incomplete_completions=False)",
                 len(rejected),
                 len(steps),
                 rejected[0].reward,
