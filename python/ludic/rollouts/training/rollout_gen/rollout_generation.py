@@ -179,21 +179,17 @@ class GenerateCalls:
     def __init__(self, generate_fn: Callable[..., Any], rollout_kwargs: Mapping[str, Any]) -> None:
         self._generate, self._rollout_kwargs = generate_fn, dict(rollout_kwargs)
         self.name = name_of_function(generate_fn)
-        signature = _read_signature(generate_fn)
+        try:
+            signature = inspect.signature(generate_fn)
+        except (TypeError, ValueError):  # of functions that do not tell, such as some of C
+            signature = None
         named = () if signature is None else signature.parameters
         self._takes = {name for name in OFFERED if name in named and name not in self._rollout_kwargs}
-        if signature is not None:
-            self._check_arguments(signature)
-
-    @property
-    def takes_partial(self) -> bool:
+        self.takes_partial = "partial" in self._takes
         """Whether the function can go on with a sample that was interrupted."""
-        return "partial" in self._takes
-
-    def _check_arguments(self, signature: inspect.Signature) -> None:
-        offered = dict.fromkeys(self._takes)
         try:
-            signature.bind([], **self._rollout_kwargs, **offered)
+            if signature is not None:
+                signature.bind([], **self._rollout_kwargs, **dict.fromkeys(self._takes))
         except TypeError as error:
             raise ConfigTypeError(
                 f"{self.name}{signature} cannot be called as generate_fn(prompts{''.join(f', {name}=' for name in self._rollout_kwargs)}): "
@@ -251,14 +247,6 @@ def to_reward(value: Any, name: str) -> float:
         raise ConfigError(
             f"{name} returned {_describe(value)}; a reward function is called with one Sample and returns its reward, a number"
         ) from error
-
-
-def _read_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for functions that do not tell, such as some of C."""
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
 
 
 def _describe(value: Any) -> str:
