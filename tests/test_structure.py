@@ -35,7 +35,7 @@ IDIOMS = {
 PROTOCOLS = {
     "users implement it": """
         BatchCredit BatchSource BatchSandbox ChatClient CodeRunner ControlPlane Controller Correction
-        CreditAssigner Evaluator ForwardPasses GroupMember InferenceEngine MetricsLogger Opponent
+        CreditAssigner Evaluator ForwardPasses InferenceEngine MetricsLogger Opponent
         OutputVerifier PolicyPublisher Prompts ReferencePolicy RequestStrategy ResumableLogger
         RewardModelClient RolloutScorer Sandbox SandboxPool Task TensorCommunicator TestAdapter
         TrainingBackend TrainingLogger VersionedClient""",

@@ -1,29 +1,85 @@
 """Makes requests from data: from a queue until it is empty, or from a sequence in an endless
-loop."""
+loop. Request strategies expand a list of requests into groups, or leave it unchanged."""
 
 from __future__ import annotations
 
 import copy
 import queue
+import random
 import uuid
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import iscoroutine
-from random import Random
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.data.passes import Passes, shuffle_range
 from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted
 from ludic.inference.request import InferenceSpec
 from ludic.training.rollouts.group_ledger import check_number, damaged
-from ludic.training.rollouts.request_groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RequestsFn, RolloutRequest
 
 Row = tuple[int, Any]
 """(index in the data set, sample)"""
 OnEmpty = Literal["raise", "return_empty"]
+
+
+class RequestStrategy(Protocol):
+    """Expands requests."""
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Return the requests to play."""
+        ...
+
+
+@dataclass
+class IdentityStrategy:
+    """Leaves the requests unchanged."""
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Return the requests unchanged."""
+        return list(requests)
+
+
+@dataclass
+class GRPORequestStrategy:
+    """Expands every request to `group_size` requests for the same problem: the same environment
+    seed, consecutive sampling seeds, the same `group_id`.
+
+    Example, `group_size=3`: a request with `env_seed` 7 and `sampling_seed` 100 becomes three with
+    `env_seed` 7 and `sampling_seed` 100, 101, 102.
+
+    Seeds that are None in a request, and the group's id, are drawn from Python's global random
+    generator, whose state checkpoints save.
+    """
+
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_size <= 0:
+            raise ConfigError(f"group_size must be positive, got {self.group_size}")
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Return the members of each request's group, group after group."""
+        members = []
+        for request in requests:
+            env_seed = random.getrandbits(32) if request.env_seed is None else request.env_seed
+            sampling_seed = random.getrandbits(32) if request.sampling_seed is None else request.sampling_seed
+            members += _make_members(request, self.group_size, env_seed, sampling_seed, random.getrandbits(128))
+        return members
+
+
+def _make_members(
+    request: RolloutRequest, group_size: int, env_seed: int, sampling_seed: int, group_bits: int
+) -> list[RolloutRequest]:
+    """The members of one group: the same environment seed, consecutive sampling seeds, one
+    `group_id`."""
+    meta = {**request.meta, "group_id": str(uuid.UUID(int=group_bits, version=4))}
+    return [
+        replace(request, env_seed=env_seed, sampling_seed=sampling_seed + member, num_episodes=1, meta=dict(meta))
+        for member in range(group_size)
+    ]
 
 
 def make_requests_fn_from_queue(
@@ -365,15 +421,11 @@ def make_group(request: RolloutRequest, ordinal: int, group_size: int, seed: int
     Example, `group_size=3`: a request with `sampling_seed` 100 becomes three with 100, 101, 102.
     """
     _check_one_episode(request)
-    rng = Random(f"group {seed} {ordinal}")
-    group_id = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-    env_seed, sampling_seed = rng.getrandbits(31), rng.getrandbits(31)
+    rng = random.Random(f"group {seed} {ordinal}")
+    group_bits, env_seed, sampling_seed = rng.getrandbits(128), rng.getrandbits(31), rng.getrandbits(31)
     env_seed = env_seed if request.env_seed is None else request.env_seed
     sampling_seed = sampling_seed if request.sampling_seed is None else request.sampling_seed
-    meta = {**request.meta, "group_id": group_id}
-    return [
-        replace(request, env_seed=env_seed, sampling_seed=sampling_seed + member, meta=dict(meta)) for member in range(group_size)
-    ]
+    return _make_members(request, group_size, env_seed, sampling_seed, group_bits)
 
 
 def _check_one_episode(request: RolloutRequest) -> None:
