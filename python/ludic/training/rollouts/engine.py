@@ -26,7 +26,6 @@ from ludic.training.rollouts.episodes import (
     check_rollouts,
     count_episodes,
     drop_failed_groups,
-    group_episodes,
 )
 from ludic.training.rollouts.log import append_failures, append_rollouts
 from ludic.training.rollouts.to_samples import batch_from_played, require_trace
@@ -176,7 +175,9 @@ class RolloutEngine:
         per_episode = [request for request in requests for _ in range(request.num_episodes)]
         episodes = [Episode(self._episodes + i, request) for i, request in enumerate(per_episode)]
         self._episodes += len(episodes)
-        groups = group_episodes(episodes)
+        groups: dict[object, list[Episode]] = {}
+        for episode in episodes:
+            groups.setdefault(episode.group, []).append(episode)
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 siblings = groups[episode.group]
@@ -307,11 +308,7 @@ def _engine_facts(
         "sampling_seed": sampling_seed,
         "forced_env_seed": request.env_seed,
         "forced_sampling_seed": request.sampling_seed,
-        "return_spec": {
-            "return_token_ids": return_spec.return_token_ids,
-            "return_chosen_logprobs": return_spec.return_chosen_logprobs,
-            "top_logprobs_k": return_spec.top_logprobs_k,
-        },
+        "return_spec": dict(vars(return_spec)),
     }
 
 

@@ -46,14 +46,6 @@ class Episode:
         return ("episode", self.index) if group is None else ("group", group)
 
 
-def group_episodes(episodes: Sequence[Episode]) -> dict[object, list[Episode]]:
-    """Return the episodes of each group, in order of first appearance."""
-    groups: dict[object, list[Episode]] = {}
-    for episode in episodes:
-        groups.setdefault(episode.group, []).append(episode)
-    return groups
-
-
 def count_episodes(episodes: Sequence[Episode]) -> RolloutCounts:
     """Count the outcomes of the episodes."""
     failed = [episode for episode in episodes if episode.error is not None]

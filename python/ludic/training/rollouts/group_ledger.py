@@ -298,20 +298,9 @@ def _encode_members(members: Mapping[int, Any], group: Group, codec: MemberCodec
     return encoded
 
 
-@dataclass(frozen=True)
-class SavedPool:
-    """What a state says."""
-
-    ledger: Ledger
-    """Its groups are all owed: the caller lets the groups of `arrivals` arrive."""
-    arrivals: list[Group]
-    """In the order of arrival."""
-    batch: int
-    """How many batches the pool had given."""
-
-
-def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_prompts: bool) -> SavedPool:
-    """The groups of a state. `with_prompts`: the prompts are in it.
+def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_prompts: bool) -> tuple[Ledger, list[Group]]:
+    """(ledger, arrived groups in the order of arrival) of a state. All groups of the ledger are
+    owed: the caller lets the others arrive. `with_prompts`: the prompts are in the state.
 
     Raises ConfigError for a state of another format or number of members, and for one that a pool
     would not save.
@@ -336,7 +325,7 @@ def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_p
             )
         group.members = [value if value is MISSING else _decode(value, i, group, codec) for i, value in enumerate(group.members)]
         group.partials = {i: _decode(value, i, group, codec) for i, value in group.partials.items()}
-    return SavedPool(ledger, arrivals, state["batch"])
+    return ledger, arrivals
 
 
 def _restore(ledger: Ledger, state: Mapping[str, Any]) -> list[Group]:

@@ -32,7 +32,6 @@ from ludic.training.rollouts.group_ledger import (
     MemberCodec,
     PoolCounts as PoolCounts,
     Prompts,
-    SavedPool,
     find_prompts,
     read_state,
 )
@@ -76,7 +75,7 @@ class GroupPool:
 
     **Life.** Inside `async with` calls go on between batches. Outside, `next_batch` ends the calls
     that it has started. Whole members stay in their groups either way, and the next call goes on
-    with them. Calls that ignore their cancellation for `close_timeout_s` are given up.
+    with them. Calls that ignore their cancellation for `STOP_TIMEOUT_S` are given up.
 
     `codec` turns members into JSON values for `state_dict`. `prompts_in_state`: for prompts without
     `at`, which must be JSON values then.
@@ -99,7 +98,6 @@ class GroupPool:
         outage_patience_s: float = 15.0,
         on_exhausted: str = "error",
         seed: int = 0,
-        close_timeout_s: float = 30.0,
         codec: MemberCodec | None = None,
         explain: Callable[[Group], str] | None = None,
         prompts_in_state: bool = False,
@@ -113,8 +111,6 @@ class GroupPool:
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{name} ({value}) must be >= {least}")
-        if not close_timeout_s > 0:
-            raise ConfigError(f"close_timeout_s ({close_timeout_s}) must be > 0 seconds")
         if not 0 <= outage_patience_s < math.inf:
             raise ConfigError(f"outage_patience_s ({outage_patience_s}) must be >= 0 seconds, and finite")
         for name, choice, choices in (("order", order, ORDERS), ("on_exhausted", on_exhausted, ON_EXHAUSTED)):
@@ -124,7 +120,7 @@ class GroupPool:
         """How many batches after its admission a group is given at the latest."""
         self._max_kept = math.ceil(groups_per_batch * over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
         self._groups_per_batch, self._members_per_group, self._order = groups_per_batch, members_per_group, order
-        self._is_short_allowed, self._close_timeout_s = on_exhausted == "short", close_timeout_s
+        self._is_short_allowed = on_exhausted == "short"
         self._accept, self._explain, self._codec = accept, explain, codec or MemberCodec()
         self._prompts, self._prompts_in_state = prompts, prompts_in_state
         self._calls = MemberCalls(
@@ -170,7 +166,7 @@ class GroupPool:
         """End all calls. A batch that is awaited elsewhere is RolloutAborted."""
         self._is_entered = False
         self._cut_off_wait()
-        await self._calls.stop(self._close_timeout_s)
+        await self._calls.stop()
         if self._ended is not None:
             await asyncio.wait([self._ended])
 
@@ -188,7 +184,7 @@ class GroupPool:
                 await self._wait_until_complete()
             finally:
                 if not self._is_entered:
-                    await self._calls.stop(self._close_timeout_s)
+                    await self._calls.stop()
             return self._give()  # the last step: a cancellation after it would lose the batch
         finally:
             self._is_waiting = False
@@ -223,22 +219,18 @@ class GroupPool:
         changes nothing, while calls run, and for a state that is damaged or does not fit."""
         if self._calls.is_open:
             raise ConfigError("the pool is playing groups; leave it (`async with`) before you set its state")
-        saved, selection = self.read_state(state), self._make_selection()
-        for group in saved.ledger.owed():
+        ledger, arrivals = read_state(state, self._codec, self._members_per_group, with_prompts=self._prompts_in_state)
+        selection = self._make_selection()
+        for group in ledger.owed():
             selection.admit(group)
-        for group in saved.arrivals:
-            saved.ledger.arrive(group)
+        for group in arrivals:
+            ledger.arrive(group)
             selection.arrive(group)
         if not self._prompts_in_state:
-            find_prompts(saved.ledger, self._prompts)
-        self.ledger, self._selection, self.num_batches = saved.ledger, selection, saved.batch
-        self._counts_before, self._failure, self._prompts_ended = saved.ledger.count(), None, False
+            find_prompts(ledger, self._prompts)
+        self.ledger, self._selection, self.num_batches = ledger, selection, state["batch"]
+        self._counts_before, self._failure, self._prompts_ended = ledger.count(), None, False
         self._failures.reset()
-
-    def read_state(self, state: Any) -> SavedPool:
-        """What `load_state_dict` takes over of a state, but for the prompts. Changes nothing, and
-        raises the same errors."""
-        return read_state(state, self._codec, self._members_per_group, with_prompts=self._prompts_in_state)
 
     async def _wait_until_complete(self) -> None:
         assert self._loop is not None
@@ -246,7 +238,7 @@ class GroupPool:
             await self._open()
         while True:
             if self._is_aborted or self._is_cut_off:
-                await self._calls.stop(self._close_timeout_s)
+                await self._calls.stop()
                 asked = "asked to abort" if self._is_aborted else "left while a batch was awaited"
                 remedy = "resume()" if self._is_aborted else "the next batch"
                 raise RolloutAborted(f"the pool was {asked}; whole members are kept, and {remedy} goes on with them")
@@ -274,7 +266,7 @@ class GroupPool:
         """Let calls run, owed groups first, and repeat calls that raised between batches."""
         self._failure = None
         if not self._calls.is_open:
-            await self._calls.stop(self._close_timeout_s)  # those that an abort has cancelled
+            await self._calls.stop()  # those that an abort has cancelled
             if self._is_cut_off:
                 return
             self._calls.open()
@@ -369,12 +361,12 @@ class GroupPool:
         except Exception as error:
             self._fail(error)
             return
-        self._failures.end_losses()
+        self._failures.losses = 0  # those before this group were not in a row with later ones
         if is_accepted:
             self.ledger.arrive(group)
             self._selection.arrive(group)
         else:
-            self._failures.reject(reason)
+            self._failures.reasons[reason] += 1
             self.ledger.remove(group, GroupState.REJECTED)
             self._selection.drop(group)
         self._admit_more()
@@ -398,56 +390,50 @@ class FailureCounter:
 
     def __init__(self, *, max_rejections: int, max_losses: int) -> None:
         self._max_rejections, self._max_losses = max_rejections, max_losses
-        self._reasons: Counter[str] = Counter()
-        self._losses = 0
+        self.reasons: Counter[str] = Counter()
+        """Reason of the filter -> groups that it has refused for this batch."""
+        self.losses = 0
+        """Groups lost since the last whole one."""
         self._last_error: Exception | None = None
 
     @property
     def is_out_of_patience(self) -> bool:
         """Whether more groups were rejected than a batch may cost."""
-        return self._reasons.total() > self._max_rejections
+        return self.reasons.total() > self._max_rejections
 
     @property
     def is_losing(self) -> bool:
         """Whether the number of groups lost in a row says that something is broken."""
-        return self._losses >= self._max_losses
+        return self.losses >= self._max_losses
 
     @property
     def is_over(self) -> bool:
         """Whether no more groups should be admitted for now."""
         return self.is_losing or self.is_out_of_patience
 
-    def reject(self, reason: str) -> None:
-        """The filter has refused a group."""
-        self._reasons[reason] += 1
-
     def lose(self, error: Exception) -> bool:
         """A group is lost. Returns whether it is the first one in a row."""
-        self._losses += 1
+        self.losses += 1
         self._last_error = error
-        return self._losses == 1
-
-    def end_losses(self) -> None:
-        """A group is whole: the losses before it were not in a row with those after it."""
-        self._losses = 0
+        return self.losses == 1
 
     def reset(self) -> None:
         """Begin anew, with the next batch or after an error."""
-        self._reasons.clear()
-        self._losses, self._last_error = 0, None
+        self.reasons.clear()
+        self.losses, self._last_error = 0, None
 
     def make_error(self) -> RolloutError:
         """The error of too many losses or rejections, with their causes."""
         if self.is_losing:
             error = RolloutError(
-                f"{self._losses} groups were lost one after another, the last one to "
+                f"{self.losses} groups were lost one after another, the last one to "
                 f"{describe_error(self._last_error)}; mend the cause, then ask for the batch again"
             )
             error.__cause__ = self._last_error
             return error
-        number = self._reasons.total()
-        shown = [f"{times} x {reason}" for reason, times in self._reasons.most_common(SHOWN_REASONS) if reason]
-        more = len(self._reasons) - len(shown) if shown else 0
+        number = self.reasons.total()
+        shown = [f"{times} x {reason}" for reason, times in self.reasons.most_common(SHOWN_REASONS) if reason]
+        more = len(self.reasons) - len(shown) if shown else 0
         listed = f" ({'; '.join(shown)}{f'; and {more} other reasons' if more else ''})" if shown else ""
         return RolloutError(
             f"the filter rejected {number} groups for one batch, more than patience * groups_per_batch ({self._max_rejections}){listed}; "

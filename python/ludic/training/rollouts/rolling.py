@@ -209,7 +209,6 @@ class RollingBatchSource(BatchSourceBase):
         if not isinstance(engine, Mapping) or set(engine) != {"episodes"}:
             raise damaged(f"engine ({engine!r}) must have the number of episodes")
         check_number("engine.episodes", engine["episodes"])
-        self._pool.read_state(state["pool"])
         put_back: Callable[[], None] | None = None
         if isinstance(prompts, RequestsByPosition):
             put_back = prompts.remember()

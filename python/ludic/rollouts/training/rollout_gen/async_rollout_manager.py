@@ -23,7 +23,6 @@ from ludic.rollouts.training.rollout_gen.rollout_generation import (
     copy_prompt,
     epoch_of,
     is_accepted,
-    is_coroutine_function,
     name_of_function,
     to_reward,
 )
@@ -37,6 +36,7 @@ from ludic.rollouts.training.rollout_gen.saved_groups import (
 )
 from ludic.rollouts.training.samples import check_sample, name_sample
 from ludic.rollouts.training.types import RewardFn, RolloutBatch, RolloutConfig, Sample, SampleStatus
+from ludic.training.reward_deadline import is_coroutine_function
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.group_ledger import Group, PoolCounts, check_number, damaged
 from ludic.training.rollouts.group_pool import GroupPool, Ticket
@@ -240,7 +240,6 @@ class AsyncRolloutManager:
             pool_state = state_of_samples(samples, self.config, step_count=state["step_count"])
         if pool_state.get("batch") != state["step_count"]:
             raise damaged(f"step_count is {state['step_count']}, and the ledger belongs to batch {pool_state.get('batch')}")
-        self._pool.read_state(pool_state)
         before = self.data_buffer.save_state()
         try:
             self._prompts.load(state["buffer_state"])

@@ -13,6 +13,7 @@ from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, Re
 from ludic.interaction.containment import describe_error
 from ludic.rollouts.training.samples import check_sample
 from ludic.rollouts.training.types import RolloutBatch, RolloutConfig, Sample
+from ludic.training.reward_deadline import is_coroutine_function
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.member_calls import seed_of_member
 
@@ -40,38 +41,33 @@ def generate_rollout_batches(data_buffer: Any, config: RolloutConfig, **rollout_
 
 
 def _generate_batches(data_buffer: Any, config: RolloutConfig, calls: GenerateCalls) -> Iterator[RolloutBatch]:
-    step, ordinal, empty = 0, 0, 0
+    n, step, ordinal, empty = config.n_samples_per_prompt, 0, 0, 0
     while True:
         epoch = epoch_of(data_buffer)
         try:
             prompts = data_buffer.get_prompts(config.batch_size)
         except RequestsExhausted:
             return
-        samples = apply_sample_transforms(_generate(calls, config, prompts, ordinal), config)
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        seeds = [seed_of_member(config.seed, ordinal + i // n, i % n) for i in range(len(repeated))]
+        answer = calls(repeated, seeds=seeds)
+        if inspect.isawaitable(answer):
+            _refuse_coroutine(config.generate_fn, answer)
+        samples = calls.check(answer, repeated)
+        for i, sample in enumerate(samples):
+            sample.group_index, sample.index = ordinal + i // n, ordinal * n + i
+        samples = apply_sample_transforms(samples, config)
         ordinal += len(prompts)
         empty = 0 if samples else empty + 1
         if empty >= config.patience:
+            name = "no filter" if config.filter_fn is None else name_of_filter(config.filter_fn)
             raise RolloutError(
-                f"{_name_filter(config)} refused all groups of {empty} batches in a row; relax the filter, use prompts of other "
+                f"{name} refused all groups of {empty} batches in a row; relax the filter, use prompts of other "
                 "difficulty, or raise patience"
             )
         if samples:
             yield convert_to_batch(samples, epoch_id=epoch, step_id=step)
             step += 1
-
-
-def _generate(calls: GenerateCalls, config: RolloutConfig, prompts: Sequence[Any], first: int) -> list[Sample]:
-    """One sample for each prompt and repetition; the groups are numbered from `first` on."""
-    n = config.n_samples_per_prompt
-    repeated = [prompt for prompt in prompts for _ in range(n)]
-    seeds = [seed_of_member(config.seed, first + i // n, i % n) for i in range(len(repeated))]
-    answer = calls(repeated, seeds=seeds)
-    if inspect.isawaitable(answer):
-        _refuse_coroutine(config.generate_fn, answer)
-    samples = calls.check(answer, repeated)
-    for i, sample in enumerate(samples):
-        sample.group_index, sample.index = first + i // n, first * n + i
-    return samples
 
 
 def epoch_of(data_buffer: Any) -> int:
@@ -109,14 +105,10 @@ def is_accepted(group: list[Sample], config: RolloutConfig) -> bool:
         if inspect.iscoroutine(answer):
             answer.close()
         raise ConfigTypeError(
-            f"{_name_filter(config)} is a coroutine function; a filter is a plain function of the samples of one prompt, since it must "
-            "judge a group without waiting. Slow judgements belong in reward_fn"
+            f"{name_of_filter(config.filter_fn)} is a coroutine function; a filter is a plain function of the samples of one prompt, "
+            "since it must judge a group without waiting. Slow judgements belong in reward_fn"
         )
     return bool(answer)
-
-
-def _name_filter(config: RolloutConfig) -> str:
-    return "no filter" if config.filter_fn is None else name_of_filter(config.filter_fn)
 
 
 def _refuse_coroutine(function: Any, answer: Any = None) -> None:
@@ -214,14 +206,6 @@ class GenerateCalls:
                 "is given (n_samples_per_prompt calls it with the same prompt several times)"
             )
         return list(samples)
-
-
-def is_coroutine_function(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: also for `functools.partial` and for an object with
-    `async def __call__`."""
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def name_of_function(function: Callable[..., Any]) -> str:
