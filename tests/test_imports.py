@@ -37,7 +37,7 @@ LAYERS = [
     ],
     [
         *("ludic.training.algorithm", "ludic.training.presets"),
-        *("ludic.training.info_seed.settings", "ludic.training.info_seed.seed_tags"),
+        "ludic.training.info_seed.seed_tags",
         "ludic.training.info_seed.weight_entropies",
     ],
     [

@@ -35,15 +35,15 @@ IDIOMS = {
 PROTOCOLS = {
     "users implement it": """
         BatchCredit BatchSandbox BatchSource ChatClient CodeRunner ControlPlane Controller
-        Correction CreditAssigner Evaluator ForwardPasses GroupMember InferenceEngine
-        MetricsLogger Opponent OutputVerifier PolicyPublisher Prompts ReferencePolicy
-        RequestStrategy ResumableLogger RewardModelClient RolloutScorer Sandbox SandboxPool Task
-        TensorCommunicator TestAdapter TrainingBackend TrainingLogger VersionedClient""",
+        Correction CreditAssigner Evaluator ForwardPasses InferenceEngine MetricsLogger Opponent
+        OutputVerifier PolicyPublisher Prompts ReferencePolicy RequestStrategy ResumableLogger
+        RewardModelClient RolloutScorer Sandbox SandboxPool Task TensorCommunicator TestAdapter
+        TrainingBackend TrainingLogger VersionedClient""",
     "an optional member of such an object": """
         ClosableLogger HasActorLogps ReadsTokenIds Stateful SyncedLogger""",
     "two or more of ours": """
-        Addressed BatchSelection CompletesTokens GroupLog Packing RewardWeightsClient Running
-        Transport WeightSource""",
+        Addressed CompletesTokens GroupLog Packing RewardWeightsClient Running Transport
+        WeightSource""",
     "one of ours, of a higher layer": "HasTensors",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""

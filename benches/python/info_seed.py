@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from ludic.models.loading import load_model, load_tokenizer
 from ludic.runs.command import RunCommand
 from ludic.runs.directory import RunDirectory
-from ludic.training.info_seed.settings import tag_prompt
+from ludic.training.info_seed.seed_tags import tag_prompt
 
 SEEDS, PROBLEMS, EVERY = 4, 5, 20
 COEFF = 0.1

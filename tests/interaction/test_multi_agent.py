@@ -19,7 +19,7 @@ from ludic.interaction import MultiAgentProtocol
 from ludic.models.byte_tokenizer import make_line_tokenizer
 from ludic.parsers import ParseResult
 from ludic.training import EnvSpec, GroupNormalizedReturn, ProtocolSpec, RolloutEngine, RolloutRequest
-from ludic.training.rollouts.request_groups import GRPORequestStrategy
+from ludic.training.rollouts.requests import GRPORequestStrategy
 from ludic.types import StepOutcome
 
 

@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from ludic.errors import ConfigError
 from ludic.files.checkpoints import LAYOUTS
 from ludic.recipes.rules import setting
-from ludic.training.info_seed.settings import InfoSeed
+from ludic.training.info_seed.seed_tags import InfoSeed
 
 _SHARDED = "sharding.kind=full or sharding.kind=hybrid"
 _DTYPES = ("float32", "bfloat16")

@@ -33,7 +33,7 @@ from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.group_ledger import check_number
 from ludic.training.rollouts.log import RolloutLog
-from ludic.training.rollouts.request_groups import GRPORequestStrategy, RequestStrategy
+from ludic.training.rollouts.requests import GRPORequestStrategy, RequestStrategy
 from ludic.training.rollouts.rolling import RollingBatchSource
 from ludic.training.types import CreditAssigner, EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
 

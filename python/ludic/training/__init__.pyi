@@ -147,12 +147,10 @@ from ludic.training.reward_scorer import (
 )
 from ludic.training.rm_trainer import RMTrainer as RMTrainer, RMTrainerConfig as RMTrainerConfig
 from ludic.training.rollouts.engine import RolloutEngine as RolloutEngine
-from ludic.training.rollouts.request_groups import (
+from ludic.training.rollouts.requests import (
     GRPORequestStrategy as GRPORequestStrategy,
     IdentityStrategy as IdentityStrategy,
     RequestStrategy as RequestStrategy,
-)
-from ludic.training.rollouts.requests import (
     make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
     make_dataset_sequence_requests_fn as make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue as make_requests_fn_from_queue,

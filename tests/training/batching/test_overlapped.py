@@ -18,8 +18,7 @@ from ludic.tasks import DigitSort
 from ludic.training import CheckpointConfig, RequestsExhausted, SAWBatch, Trainer, make_grpo
 from ludic.training.batching.overlapped import GENERATION_S, OverlappedSource
 from ludic.training.batching.synced_batching import RolloutBatchSource
-from ludic.training.rollouts.request_groups import GRPORequestStrategy
-from ludic.training.rollouts.requests import SequenceRequests
+from ludic.training.rollouts.requests import GRPORequestStrategy, SequenceRequests
 
 
 class Prompts:

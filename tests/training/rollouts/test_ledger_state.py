@@ -11,7 +11,7 @@ from pool_playing import Fate, PlayedPool
 from state_edits import edit
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.rollouts.group_ledger import Ledger, find_prompts, read_state
+from ludic.training.rollouts.group_ledger import Ledger, MemberCodec, find_prompts, read_state
 
 SETTINGS = {"groups_per_batch": 3, "members_per_group": 2, "over_sampling_factor": 2.0, "patience": 1000}
 
@@ -139,9 +139,9 @@ def test_members_and_prompts_that_cannot_be_read_are_named():
         ConfigError, match=r"member \d of group \d+ cannot be read \(KeyError: 'tokens'\); take an older checkpoint"
     ):
         read_state(state, Stumbling(), 2, with_prompts=False)
-    pool = new_pool()
+    ledger, _ = read_state(state, MemberCodec(), 2, with_prompts=False)
     with pytest.raises(ConfigError, match=r"group \d+ is at position \d+, where there is no prompt \(IndexError"):
-        find_prompts(pool.read_state(state).ledger, Stumbling())
+        find_prompts(ledger, Stumbling())
 
 
 NUMBERS = st.integers() | st.floats()

@@ -73,25 +73,23 @@ async def agent_rollout_to_sample(
         close = getattr(env, "close", None)
         if close is not None:
             await await_if_needed(close())
-    sample = _sample_of(rollout, tokenizer)
-    sample.prompt = prompt
-    sample.metadata |= dict(metadata or {})
-    return sample
-
-
-def _sample_of(rollout: Rollout, tokenizer: Any) -> Sample:
     if all(step.trace is not None for step in rollout.steps):
-        return sample_of_rollout(rollout)
-    if tokenizer is None:
+        sample = sample_of_rollout(rollout)
+    elif tokenizer is None:
         raise DataError(
             f"the server returned no tokens for rollout {rollout.id}; ask for them (ReturnSpec.for_rl()), or give a tokenizer"
         )
-    logger.warning("the server returned no tokens for rollout %s; its text is tokenized, which may give other tokens", rollout.id)
-    messages: list[Message] = []
-    for step in rollout.steps:
-        messages += [{"role": "user", "content": step.prev_obs}, {"role": "assistant", "content": step.action}]
-    sample = make_sample(messages, tokenizer, MOST_TOKENS, f"rollout {rollout.id}")
-    sample.reward, sample.metadata = rollout.total_reward, dict(rollout.meta)
+    else:
+        logger.warning(
+            "the server returned no tokens for rollout %s; its text is tokenized, which may give other tokens", rollout.id
+        )
+        messages: list[Message] = []
+        for step in rollout.steps:
+            messages += [{"role": "user", "content": step.prev_obs}, {"role": "assistant", "content": step.action}]
+        sample = make_sample(messages, tokenizer, MOST_TOKENS, f"rollout {rollout.id}")
+        sample.reward, sample.metadata = rollout.total_reward, dict(rollout.meta)
+    sample.prompt = prompt
+    sample.metadata |= dict(metadata or {})
     return sample
 
 

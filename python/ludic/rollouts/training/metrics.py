@@ -79,14 +79,11 @@ class JSONLLogger:
         _check_step(step)
         values = {key: _to_plain(key, value) for key, value in metrics.items() if key != "step"}
         if self._num_lines >= self.max_lines:
-            self._rotate()
+            self._file.close()
+            self.path.rename(self._name_full(len(self._list_full()) + 1))
+            self._num_lines = 0
         self._file.log(step, {"timestamp": time.time(), **values})
         self._num_lines += 1
-
-    def _rotate(self) -> None:
-        self._file.close()
-        self.path.rename(self._name_full(len(self._list_full()) + 1))
-        self._num_lines = 0
 
     def _name_full(self, number: int) -> Path:
         return self.log_dir / f"metrics.{number}.jsonl"
@@ -210,28 +207,23 @@ def compute_stats_from_jsonl(metrics_file: str | Path, key: str) -> dict[str, fl
     """Mean, min, max and population standard deviation of a metric over the lines that have it as a
     number; zeros if none has. Lines that a killed process left unfinished are skipped, with a
     warning."""
-    values = [row[key] for row in _read_complete_lines(Path(metrics_file)) if _is_number(row.get(key))]
+    path = Path(metrics_file)
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; JSONLLogger(log_dir) writes log_dir/metrics.jsonl")
+    values, damaged = [], 0
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            value = parse_object(line, f"{path}:{number}").get(key) if line.strip() else None
+        except DataError:
+            damaged += 1
+            continue
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            values.append(value)
+    if damaged:
+        logger.warning("%s has %d lines that were not written whole; they are skipped", path, damaged)
     if not values:
         return {"mean": 0.0, "min": 0.0, "max": 0.0, "std": 0.0}
     return {"mean": fmean(values), "min": float(min(values)), "max": float(max(values)), "std": pstdev(values)}
-
-
-def _read_complete_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; JSONLLogger(log_dir) writes log_dir/metrics.jsonl")
-    rows, damaged = [], 0
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            rows += [parse_object(line, f"{path}:{number}")] if line.strip() else []
-        except DataError:
-            damaged += 1
-    if damaged:
-        logger.warning("%s has %d lines that were not written whole; they are skipped", path, damaged)
-    return rows
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _to_plain(key: str, value: Any) -> Any:

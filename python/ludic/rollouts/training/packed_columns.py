@@ -23,15 +23,14 @@ COLUMNS = ("tokens", "loss_mask", "rollout_log_probs")
 def pack_columns(data: Mapping[str, Any]) -> dict[str, Any]:
     """`data` with its columns packed, those that are None left as they are. Ids and masks are read
     back exactly; log-probabilities are rounded to float32."""
-    columns = {name: np.asarray(data[name]) for name in COLUMNS if data.get(name) is not None}
-    packed = {name: _pack(column, _smallest_dtype(name, column)) for name, column in columns.items()}
-    return {**data, **packed}
-
-
-def unpack_columns(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` with its packed columns as lists; others stay as they are."""
-    packed = {name: data[name] for name in COLUMNS if isinstance(data.get(name), Mapping)}
-    return {**data, **{name: _unpack(name, column) for name, column in packed.items()}}
+    packed = dict(data)
+    for name in COLUMNS:
+        if data.get(name) is not None:
+            column = np.asarray(data[name])
+            dtype = _smallest_dtype(name, column)
+            content = column.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+            packed[name] = {"dtype": dtype, "base64": base64.b64encode(content).decode("ascii")}
+    return packed
 
 
 def _smallest_dtype(name: str, column: np.ndarray[Any, Any]) -> str:
@@ -44,18 +43,20 @@ def _smallest_dtype(name: str, column: np.ndarray[Any, Any]) -> str:
     return "int32" if fits else "int64"
 
 
-def _pack(column: np.ndarray[Any, Any], dtype: str) -> dict[str, str]:
-    content = column.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
-    return {"dtype": dtype, "base64": base64.b64encode(content).decode("ascii")}
-
-
-def _unpack(name: str, column: Mapping[str, Any]) -> list[Any]:
-    dtype = column.get("dtype")
-    if dtype not in _DTYPES:
-        raise DataError(f"the packed column {name} has the dtype {dtype!r}; it must be one of {', '.join(_DTYPES)}")
-    try:
-        content = base64.b64decode(column.get("base64", ""), validate=True)
-        values = np.frombuffer(content, np.dtype(dtype).newbyteorder("<"))
-    except (binascii.Error, ValueError, TypeError) as error:
-        raise DataError(f"the packed column {name} cannot be read: {error}; the state was changed or cut short") from error
-    return list(map(float, values)) if name == "loss_mask" else values.tolist()
+def unpack_columns(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with its packed columns as lists; others stay as they are."""
+    unpacked = dict(data)
+    for name in COLUMNS:
+        column = data.get(name)
+        if not isinstance(column, Mapping):
+            continue
+        dtype = column.get("dtype")
+        if dtype not in _DTYPES:
+            raise DataError(f"the packed column {name} has the dtype {dtype!r}; it must be one of {', '.join(_DTYPES)}")
+        try:
+            content = base64.b64decode(column.get("base64", ""), validate=True)
+            values = np.frombuffer(content, np.dtype(dtype).newbyteorder("<"))
+        except (binascii.Error, ValueError, TypeError) as error:
+            raise DataError(f"the packed column {name} cannot be read: {error}; the state was changed or cut short") from error
+        unpacked[name] = list(map(float, values)) if name == "loss_mask" else values.tolist()
+    return unpacked

@@ -104,8 +104,7 @@ def latest_checkpoint(folder: str | Path) -> Path:
     for place in places:
         found = {int(match[1]): path for path in place.glob("step_*") if (match := _STEP.fullmatch(path.name))}
         complete = {step: path for step, path in found.items() if any((path / name).is_file() for name in _LAST_WRITTEN)}
-        pickled = [path for path in found.values() if any((path / name).is_file() for name in PICKLED)]
-        if pickled and max(found) in {step for step, path in found.items() if path in pickled}:
+        if found and any((found[max(found)] / name).is_file() for name in PICKLED):
             raise _refuse_pickles(found[max(found)])
         if complete:
             return complete[max(complete)]
@@ -324,11 +323,8 @@ class Translation(NamedTuple):
 
 def translate_sft(tree: Mapping[str, Mapping[str, Any]], folder: Path) -> Translation:
     """Settings of `ludic sft`, for a run in `folder / "sft"`. Its rows belong below `folder`."""
-    sft = tree["sft"]
-    recipe = _translate_common(tree, folder, "sft", model=None)
-    recipe |= {"data": _name_rows(folder, "sft"), "batch_size": sft["target_examples_per_step"], "heldout": 0.0}
-    recipe |= {"steps": sft["num_iterations"]} if sft["num_iterations"] > 0 else {"epochs": sft["num_epochs"]}
-    recipe |= {"trainer": _translate_trainer(tree, "sft"), "checkpoint": {"every_n_steps": sft["checkpoint_every"]}}
+    recipe = _translate_common(tree, folder, "sft", model=None) | _translate_sft_section(tree, folder)
+    recipe |= {"heldout": 0.0, "checkpoint": {"every_n_steps": tree["sft"]["checkpoint_every"]}}
     return Translation(recipe, {_name_rows(folder, "sft"): _read_sft_rows(tree)})
 
 
@@ -338,7 +334,7 @@ def translate_rl(tree: Mapping[str, Mapping[str, Any]], folder: Path, *, mode: s
 
     model: what to begin with, instead of `model.name`.
     """
-    sft, rl = tree["sft"], tree["rl"]
+    rl = tree["rl"]
     rows = [make_rl_row(row, where) for where, row in _mix(tree["data"]["rl_mixture"], "data.rl_mixture")]
     steps = rl["num_iterations"] if rl["num_iterations"] > 0 else -(-rl["num_epochs"] * len(rows) // rl["examples_per_step"])
     recipe = {"recipe": "data", "mode": mode, **_translate_common(tree, folder, mode, model=model)}
@@ -350,12 +346,17 @@ def translate_rl(tree: Mapping[str, Mapping[str, Any]], folder: Path, *, mode: s
     recipe["evaluation"] = {"prompts": rl["eval_examples"]}
     recipe["checkpoint"] = {"every_n_steps": rl["save_every"]}
     if mode == "sft+rl":
-        count = {"steps": sft["num_iterations"]} if sft["num_iterations"] > 0 else {"epochs": sft["num_epochs"]}
-        data = {"data": _name_rows(folder, "sft"), "batch_size": sft["target_examples_per_step"]}
-        recipe["warmup"] = {**data, **count, "trainer": _translate_trainer(tree, "sft")}
-        recipe["checkpoint"] = {"every_n_steps": min(rl["save_every"], sft["checkpoint_every"])}
+        recipe["warmup"] = _translate_sft_section(tree, folder)
+        recipe["checkpoint"] = {"every_n_steps": min(rl["save_every"], tree["sft"]["checkpoint_every"])}
     sft_rows = {_name_rows(folder, "sft"): _read_sft_rows(tree)} if mode == "sft+rl" else {}
     return Translation(recipe, {_name_rows(folder, "rl"): rows, **sft_rows})
+
+
+def _translate_sft_section(tree: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, Any]:
+    sft = tree["sft"]
+    count = {"steps": sft["num_iterations"]} if sft["num_iterations"] > 0 else {"epochs": sft["num_epochs"]}
+    data = {"data": _name_rows(folder, "sft"), "batch_size": sft["target_examples_per_step"]}
+    return {**data, **count, "trainer": _translate_trainer(tree, "sft")}
 
 
 def _translate_common(tree: Mapping[str, Mapping[str, Any]], folder: Path, name: str, *, model: str | None) -> dict[str, Any]:

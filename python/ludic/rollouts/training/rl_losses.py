@@ -155,7 +155,12 @@ class PPOLoss(Loss):
             return row_mean(values, shared, length_normalize=per_row or self._length_normalize, normalizer=normalizer)
 
         if self.kl_coef:
-            kl = aggregate(estimate_kl(mask_values(shared.token_logp - _reference(shared), shared.token_mask), "k3"))
+            if "ref_log_probs" not in shared.batch:
+                raise DataError(
+                    "kl_coef needs ref_log_probs [B, T], the log-probabilities of the tokens under the reference policy"
+                )
+            log_ratio = shared.token_logp - shared.read_logps("ref_log_probs")
+            kl = aggregate(estimate_kl(mask_values(log_ratio, shared.token_mask), "k3"))
             loss, stats["ref_kl"] = loss + self.kl_coef * kl, kl.detach()
         if self.entropy_coef:
             entropy = aggregate(shared.entropy)
@@ -201,28 +206,18 @@ def _batch(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor
     ignored = labels == IGNORED
     mask = _check_shape("loss_mask", loss_mask, labels).float().masked_fill(ignored, 0.0)
     batch: dict[str, Any] = {"input_ids": labels.masked_fill(ignored, 0), "action_mask": mask}
-    return batch if advantages is None else {**batch, **weights_of_advantages(advantages, labels)}
-
-
-def weights_of_advantages(advantages: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """The entries of a batch: `weight` [B], and `token_weight` [B, T] if each token has an
-    advantage; `weight` is then their mean, for statistics."""
-    if advantages.ndim == 1:
-        return {"weight": _check_shape("advantages", advantages, labels[:, 0])}
-    return {"weight": advantages.mean(dim=1), "token_weight": _check_shape("advantages", advantages, labels)}
+    if advantages is not None and advantages.ndim == 1:
+        batch["weight"] = _check_shape("advantages", advantages, labels[:, 0])
+    elif advantages is not None:
+        batch["token_weight"] = _check_shape("advantages", advantages, labels)
+        batch["weight"] = advantages.mean(dim=1)  # for statistics
+    return batch
 
 
 def _check_shape(name: str, values: Tensor, like: Tensor) -> Tensor:
     if values.shape != like.shape:
         raise DataError(f"{name} {tuple(values.shape)} must have the shape {tuple(like.shape)}, which follows from the logits")
     return values
-
-
-def _reference(shared: SharedContext) -> Tensor:
-    """[B, T - 1] log-probabilities under the reference policy."""
-    if "ref_log_probs" not in shared.batch:
-        raise DataError("kl_coef needs ref_log_probs [B, T], the log-probabilities of the tokens under the reference policy")
-    return shared.read_logps("ref_log_probs")
 
 
 def _compute(loss: Loss, logits: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Stats]:

@@ -32,11 +32,13 @@ def check_sample(sample: Sample, place: int = 0) -> None:
     """Raise DataError unless tokens, mask and log-probabilities fit together and mask and reward
     are finite numbers. A sample without tokens, only text, is accepted."""
     where = name_sample(sample, place)
-    tokens, mask = sample.tokens, sample.loss_mask
+    tokens, mask, logps = sample.tokens, sample.loss_mask, sample.rollout_log_probs
+    numbers = {"loss_mask": mask, **({} if logps is None else {"rollout_log_probs": logps})}
     if not is_list_of(tokens, int):
         raise DataError(f"the tokens of {where} must be a list of whole numbers; arrays and tensors become one with .tolist()")
-    if not is_list_of(mask, int, float):
-        raise DataError(f"the loss_mask of {where} must be a list of numbers; arrays and tensors become one with .tolist()")
+    for name, values in numbers.items():
+        if not is_list_of(values, int, float):
+            raise DataError(f"the {name} of {where} must be a list of numbers; arrays and tensors become one with .tolist()")
     if len(tokens) != len(mask):
         raise DataError(
             f"{where} has {len(tokens)} tokens and a loss_mask of {len(mask)}; both cover the prompt and then the response: "
@@ -47,8 +49,10 @@ def check_sample(sample: Sample, place: int = 0) -> None:
         raise DataError(f"the loss_mask of {where} has the value {wrong}; 0 is no loss on a token, 1 is loss, 0.5 is half of it")
     if not is_reward(sample.reward):
         raise DataError(f"the reward of {where} is {sample.reward!r}; rewards must be finite numbers")
-    if sample.rollout_log_probs is not None:
-        _check_logps(sample.rollout_log_probs, mask, where)
+    if logps is not None and len(logps) != len(mask):
+        trained = sum(value > 0 for value in mask)
+        remedy = "put 0 in the place of each token with mask 0" if len(logps) == trained else "give one for each token"
+        raise DataError(f"{where} has {len(logps)} rollout_log_probs for {len(mask)} tokens; {remedy}")
 
 
 def check_sampled_logps(samples: Sequence[Sample], loss: str) -> None:
@@ -63,17 +67,6 @@ def check_sampled_logps(samples: Sequence[Sample], loss: str) -> None:
         )
 
 
-def _check_logps(logps: Sequence[float], mask: Sequence[float], where: str) -> None:
-    if not is_list_of(logps, float, int):
-        raise DataError(
-            f"the rollout_log_probs of {where} must be a list of numbers; arrays and tensors become one with .tolist()"
-        )
-    if len(logps) != len(mask):
-        trained = sum(value > 0 for value in mask)
-        remedy = "put 0 in the place of each token with mask 0" if len(logps) == trained else "give one for each token"
-        raise DataError(f"{where} has {len(logps)} rollout_log_probs for {len(mask)} tokens; {remedy}")
-
-
 def name_sample(sample: Sample, place: int) -> str:
     """`sample 7`: its index, or its place in the list if it has none."""
     return f"sample {place if sample.index is None else sample.index}"
@@ -84,7 +77,11 @@ def item_of_sample(sample: Sample, *, weight: float = 1.0, place: int = 0) -> SA
     `check_sample` refuses, or without a token to train on."""
     check_sample(sample, place)
     where, tokens = name_sample(sample, place), sample.tokens
-    mask, fractions = split_mask(sample.loss_mask)
+    # A mask as the trainer takes it: 1 where it is not 0, and the values there unless all are 1. In
+    # float32, as a loss computes. Example: [0, 0.5, 1] is [0, 1, 1] and [0.5, 1].
+    values = np.asarray(sample.loss_mask, dtype=np.float32)
+    mask: list[int] = (values != 0).astype(int).tolist()
+    fractions: list[float] | None = None if set(sample.loss_mask) <= {0, 1} else values[values != 0].tolist()
     num_actions = sum(mask)
     if not num_actions:
         raise DataError(f"{where} has no token to train on; tokens and loss_mask must have the response with mask 1")
@@ -110,15 +107,6 @@ def item_of_sample(sample: Sample, *, weight: float = 1.0, place: int = 0) -> SA
     )
 
 
-def split_mask(loss_mask: Sequence[float]) -> tuple[list[int], list[float] | None]:
-    """A loss mask as the trainer takes it: 1 where it is not 0, and the values there unless all of
-    them are 1. In float32, as a loss computes. Example: [0, 0.5, 1] is [0, 1, 1] and [0.5, 1]."""
-    if set(loss_mask) <= {0, 1}:
-        return [int(value) for value in loss_mask], None
-    values = np.asarray(loss_mask, dtype=np.float32)
-    return (values != 0).astype(int).tolist(), values[values != 0].tolist()
-
-
 def _meta_of(sample: Sample, where: str) -> dict[str, Any]:
     """The metadata, with the names under which the trainer knows group and version."""
     meta: dict[str, Any] = {**sample.metadata, "rollout_id": where}
@@ -137,7 +125,12 @@ def batch_of_samples(samples: Sequence[Sample], credit_assigner: CreditAssigner)
     if len({item.meta["rollout_id"] for item in items}) < len(items):  # indices that are used twice
         for place, item in enumerate(items):
             item.meta["rollout_id"] = f"sample {place}"
-    rollouts = [_rollout_of_item(sample, item) for sample, item in zip(samples, items, strict=True)]
+    rollouts = []
+    for sample, item in zip(samples, items, strict=True):  # as one step: what the credit of a whole episode depends on
+        said = [token for token, m in zip(item.input_ids, item.action_mask, strict=True) if m]
+        shown = [token for token, m in zip(item.input_ids, item.action_mask, strict=True) if not m]
+        step = _make_step(sample, 0, TokenTrace(shown, said), is_last=True)
+        rollouts.append(Rollout(id=item.meta["rollout_id"], steps=[step], meta=item.meta))
     weights = credit_assigner.compute(rollouts)
     for item, rollout in zip(items, rollouts, strict=True):
         item.weight = check_weight(weights[rollout.id, 0], rollout, rollout.steps[0])
@@ -150,14 +143,6 @@ def batch_of_samples(samples: Sequence[Sample], credit_assigner: CreditAssigner)
         "avg_prompt_length": mean_or_zero([item.meta["prompt_length"] for item in items]),
     }
     return SAWBatch(items, meta)
-
-
-def _rollout_of_item(sample: Sample, item: SAWItem) -> Rollout:
-    """The sample as one step: what the credit of a whole episode depends on."""
-    said = [token for token, m in zip(item.input_ids, item.action_mask, strict=True) if m]
-    shown = [token for token, m in zip(item.input_ids, item.action_mask, strict=True) if not m]
-    step = _make_step(sample, 0, TokenTrace(shown, said), is_last=True)
-    return Rollout(id=item.meta["rollout_id"], steps=[step], meta=item.meta)
 
 
 def rollout_of_sample(sample: Sample, *, place: int = 0) -> Rollout:

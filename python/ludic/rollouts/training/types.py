@@ -172,6 +172,11 @@ class _Config:
         return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in self._FUNCTIONS}
 
     @classmethod
+    def from_dict(cls: type[C], data: Mapping[str, Any]) -> C:
+        """Raises ConfigError for a key that is no setting."""
+        return cls._read(data)
+
+    @classmethod
     def _read(cls: type[C], data: Mapping[str, Any], **functions: Any) -> C:
         known = [one.name for one in dataclasses.fields(cls) if one.name not in cls._FUNCTIONS]
         for name in data:
@@ -202,11 +207,6 @@ class SFTTrainingConfig(_Config):
     def __post_init__(self) -> None:
         _check_counts(self, num_steps=1, batch_size=1, log_every=1, checkpoint_every=1)
         _check_seed(self, self.seed)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SFTTrainingConfig:
-        """Raises ConfigError for a key that is no setting."""
-        return cls._read(data)
 
 
 Advantage = Literal["auto", "baseline"]
@@ -240,11 +240,6 @@ class RLTrainingConfig(_Config):
         if not math.isfinite(self.baseline):
             raise ConfigError(f"baseline ({self.baseline}) must be a finite number: it is subtracted from every reward")
         _check_seed(self, self.seed)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RLTrainingConfig:
-        """Raises ConfigError for a key that is no setting."""
-        return cls._read(data)
 
 
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
@@ -310,18 +305,16 @@ class RolloutConfig(_Config):
 
     def __post_init__(self) -> None:
         _check_counts(self, batch_size=1, n_samples_per_prompt=1, max_retries=0, patience=1)
-        for name in ("max_lag", "max_concurrency"):
-            if getattr(self, name) is not None:
-                _check_counts(self, **{name: int(name == "max_concurrency")})
+        if self.max_lag is not None:
+            _check_counts(self, max_lag=0)
+        if self.max_concurrency is not None:
+            _check_counts(self, max_concurrency=1)
         _check_choice(self, "order", Order)
         _check_choice(self, "on_exhausted", OnExhausted)
         _check_seed(self, self.seed)
         choose_max_lag(self.over_sampling_factor, self.max_lag)
         if not 0 <= self.outage_patience_s < math.inf:
             raise ConfigError(f"outage_patience_s ({self.outage_patience_s}) must be >= 0 seconds, and finite")
-        self._check_functions()
-
-    def _check_functions(self) -> None:
         if self.generate_fn is None:
             raise ConfigError("RolloutConfig needs generate_fn, a function of a list of prompts that returns one Sample for each")
         for name in self._FUNCTIONS:

@@ -26,12 +26,10 @@ from ludic.training.batching.preference import (
 from ludic.training.batching.shared_batches import SharedBatches as SharedBatches
 from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
 from ludic.training.rollouts.engine import RolloutEngine as RolloutEngine
-from ludic.training.rollouts.request_groups import (
+from ludic.training.rollouts.requests import (
     GRPORequestStrategy as GRPORequestStrategy,
     IdentityStrategy as IdentityStrategy,
     RequestStrategy as RequestStrategy,
-)
-from ludic.training.rollouts.requests import (
     make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
     make_dataset_sequence_requests_fn as make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue as make_requests_fn_from_queue,

@@ -9,5 +9,4 @@ from ludic.training.info_seed.prompts import (
     SeedTaggedEnv as SeedTaggedEnv,
     seed_tagged as seed_tagged,
 )
-from ludic.training.info_seed.seed_tags import seed_of as seed_of, without_tags as without_tags
-from ludic.training.info_seed.settings import InfoSeed as InfoSeed
+from ludic.training.info_seed.seed_tags import InfoSeed as InfoSeed, seed_of as seed_of, without_tags as without_tags

@@ -25,8 +25,7 @@ from ludic.inference.sampling import make_sampling
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.training.algorithm import forward_batch
 from ludic.training.info_seed.prompts import SeedPrompts
-from ludic.training.info_seed.seed_tags import seed_of, without_tags
-from ludic.training.info_seed.settings import InfoSeed
+from ludic.training.info_seed.seed_tags import InfoSeed, seed_of, without_tags
 from ludic.training.loss.info_seed import pool_completions, seed_directions
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.to_samples import sample_from_step

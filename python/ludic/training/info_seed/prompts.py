@@ -9,9 +9,8 @@ from typing import Any
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.interaction.base import await_results
-from ludic.training.info_seed.seed_tags import SEED_ID
-from ludic.training.info_seed.settings import InfoSeed, check_template, tag_prompt
-from ludic.training.rollouts.request_groups import GRPORequestStrategy
+from ludic.training.info_seed.seed_tags import SEED_ID, InfoSeed, check_template, tag_prompt
+from ludic.training.rollouts.requests import GRPORequestStrategy
 from ludic.training.types import RolloutRequest
 from ludic.types import Info, StepOutcome
 

@@ -61,7 +61,8 @@ class ListwiseCredit:
         scale: Scale = "weights",
         allow_partial: bool = False,
     ) -> None:
-        self._reads_reference = isinstance(beta, Coefficient) or beta > 0
+        self.reads_reference = isinstance(beta, Coefficient) or beta > 0
+        """Whether the weights depend on the reference: beta is above 0, or a controller sets it."""
         self.group_size, self.allow_partial = group_size, allow_partial
         self.tau, self.beta = as_coefficient(tau), as_coefficient(beta)
         self.q_temperature, self.q_epsilon = q_temperature, q_epsilon
@@ -76,22 +77,22 @@ class ListwiseCredit:
         check_q(q_temperature, q_epsilon, group_size)
         check_tau_beta(float(self.tau), float(self.beta))
 
-    @property
-    def reads_reference(self) -> bool:
-        """Whether the weights depend on the reference: beta is above 0, or a controller sets it."""
-        return self._reads_reference
-
     def weigh(self, candidates: Candidates) -> Weighed:
         """Raises DataError for groups of another size than `group_size` (smaller ones are fine with
         `allow_partial`, since samples may be dropped after their credit was computed), for rows of
         a candidate with different utilities, and without the log-probabilities that the weights
         read."""
         rows = _order(candidates)
-        self._check_sizes(rows)
+        sizes = np.diff(rows.offsets)
+        wrong = sizes > self.group_size if self.allow_partial else sizes != self.group_size
+        if wrong.any():
+            raise DataError(
+                f"Group size mismatch: a group has {sizes[wrong][0]} rollouts, group_size is {self.group_size}; "
+                "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts or samples"
+            )
         groups = self._groups(candidates, rows)
         utility = candidates.utility[rows.first]
         weights = self._weights(groups, rows, utility)
-        sizes = np.diff(rows.offsets)
         total_rows, total, total_groups = candidates.sum_over_ranks([len(candidates.utility), len(rows.first), len(sizes)])
         uniform = spread(1.0 / sizes, rows.offsets)
         scale = total / max(total_groups, 1.0)
@@ -110,15 +111,6 @@ class ListwiseCredit:
         }
         return Weighed((factor * centred)[rows.candidate], columns, self._stats(candidates, groups, weights, utility), groups)
 
-    def _check_sizes(self, rows: _Rows) -> None:
-        sizes = np.diff(rows.offsets)
-        wrong = sizes > self.group_size if self.allow_partial else sizes != self.group_size
-        if wrong.any():
-            raise DataError(
-                f"Group size mismatch: a group has {sizes[wrong][0]} rollouts, group_size is {self.group_size}; "
-                "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts or samples"
-            )
-
     def _groups(self, candidates: Candidates, rows: _Rows) -> CandidateGroups:
         """What the weights are computed from."""
         q = listwise_q(candidates.utility[rows.first], rows.offsets, temperature=self.q_temperature, epsilon=self.q_epsilon)
@@ -131,15 +123,9 @@ class ListwiseCredit:
     def _weights(self, groups: CandidateGroups, rows: _Rows, utility: Column) -> Column:
         """[C] weights of the candidates."""
         beta = float(self.beta)
+        reference = groups.reference_logp if beta > 0 else None
         counts = None if self.length_normalize_reference else rows.tokens
-        weights = listwise_weights(
-            groups.q,
-            groups.reference_logp if beta > 0 else None,
-            rows.offsets,
-            tau=float(self.tau),
-            beta=beta,
-            token_counts=counts,
-        )
+        weights = listwise_weights(groups.q, reference, rows.offsets, tau=float(self.tau), beta=beta, token_counts=counts)
         if self.sampler_exponent == 0:
             return weights
         if groups.behaviour_logp is None:

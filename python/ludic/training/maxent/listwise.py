@@ -110,7 +110,8 @@ def share_among_best(
     if exponent == 0 or not len(w):
         return w.copy()
     spread_of_u = reduce_groups(np.maximum, u, bounds) - reduce_groups(np.minimum, u, bounds)
-    best = (u > spread(group_means(u, bounds), bounds)) & (spread(spread_of_u, bounds) > 0) & (w > 0)
+    means = group_sums(u, bounds) / np.diff(bounds)
+    best = (u > spread(means, bounds)) & (spread(spread_of_u, bounds) > 0) & (w > 0)
     score = np.where(best, np.log(np.where(best, w, 1.0)) - exponent * b, -np.inf)
     top = reduce_groups(np.maximum, score, bounds)
     tilt = np.where(best, np.exp(score - spread(np.where(np.isfinite(top), top, 0.0), bounds)), 0.0)
@@ -153,11 +154,6 @@ def softmax(values: Column, offsets: Offsets) -> Column:
 def group_sums(values: Column, offsets: Offsets) -> Column:
     """[G] sum of each group. Example: [1, 2, 3] with offsets [0, 2, 3] are [3, 3]."""
     return reduce_groups(np.add, values, offsets)
-
-
-def group_means(values: Column, offsets: Offsets) -> Column:
-    """[G] mean of each group."""
-    return group_sums(values, offsets) / np.diff(offsets)
 
 
 def reduce_groups(operation: np.ufunc, values: Column, offsets: Offsets) -> Column:

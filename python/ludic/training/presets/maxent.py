@@ -8,7 +8,7 @@ from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm, validate_actor_logps
 from ludic.training.coefficients import Coefficient, as_coefficient
 from ludic.training.credit_assignment import EpisodicReturn
-from ludic.training.info_seed.settings import InfoSeed
+from ludic.training.info_seed.seed_tags import InfoSeed
 from ludic.training.loss import (
     CompositeLoss,
     Correction,

@@ -21,8 +21,7 @@ from ludic.training.algorithm import (
 )
 from ludic.training.coefficients import Coefficient
 from ludic.training.credit_assignment import GroupNormalizedReturn
-from ludic.training.info_seed.seed_tags import SEED_ID, seed_of, without_tags
-from ludic.training.info_seed.settings import InfoSeed
+from ludic.training.info_seed.seed_tags import SEED_ID, InfoSeed, seed_of, without_tags
 from ludic.training.loss import CompositeLoss, Loss, LossTerm, ReferenceKLLoss, SeedClassificationLoss, SeedContrastiveLoss
 from ludic.training.loss.info_seed import FixedSeedHead
 from ludic.training.loss.kl import Estimator

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from itertools import count
-from typing import Protocol
 
 from ludic.errors import ConfigError
 from ludic.training.rollouts.group_ledger import Group, GroupState
@@ -43,36 +42,9 @@ def choose_max_lag(over_sampling_factor: float, max_lag: int | None) -> int:
     return least if max_lag is None else max_lag
 
 
-class BatchSelection(Protocol):
-    """Chooses the groups of a batch. It is told of every change of a kept group."""
-
-    def admit(self, group: Group) -> None:
-        """The group is kept from now on. Ordinals come in increasing order."""
-        ...
-
-    def arrive(self, group: Group) -> None:
-        """The group can leave."""
-        ...
-
-    def drop(self, group: Group) -> None:
-        """The group, which was owed, is rejected or lost."""
-        ...
-
-    def is_complete(self, batch: int, size: int) -> bool:
-        """Whether `take` can take `size` groups, of which no more are kept."""
-        ...
-
-    def take(self, batch: int, size: int) -> list[Group]:
-        """Remove the groups of batch number `batch`, `size` of them. It must be complete."""
-        ...
-
-    def list_arrivals(self) -> list[Group]:
-        """The arrived groups, in the order of arrival."""
-        ...
-
-
 class ArrivalOrder:
-    """First come, first served, up to the deadlines: O(K) for an event."""
+    """First come, first served, up to the deadlines: O(K) for an event. Like `SubmissionOrder`, it
+    is told of every change of a kept group."""
 
     def __init__(self, groups_per_batch: int, max_lag: int) -> None:
         self._groups_per_batch, self._max_lag = groups_per_batch, max_lag
@@ -84,19 +56,23 @@ class ArrivalOrder:
         self._arrivals = count()
 
     def admit(self, group: Group) -> None:
+        """The group is kept from now on. Ordinals come in increasing order."""
         self._kept[group.admitted] = self._kept.get(group.admitted, 0) + 1
         self._arrived.setdefault(group.admitted, deque())
 
     def arrive(self, group: Group) -> None:
+        """The group can leave."""
         self._arrived[group.admitted].append((next(self._arrivals), group))
         self._num_arrived += 1
 
     def drop(self, group: Group) -> None:
+        """The group, which was owed, is rejected or lost."""
         self._kept[group.admitted] -= 1
         if not self._kept[group.admitted]:
             del self._kept[group.admitted], self._arrived[group.admitted]
 
     def is_complete(self, batch: int, size: int) -> bool:
+        """Whether `take` can take `size` groups, of which no more are kept."""
         if self._num_arrived < size:
             return False
         arrived = 0
@@ -107,6 +83,7 @@ class ArrivalOrder:
         return True
 
     def take(self, batch: int, size: int) -> list[Group]:
+        """Remove the groups of batch number `batch`, `size` of them. It must be complete."""
         chosen: list[tuple[int, Group]] = []
         others: list[tuple[int, Group]] = []  # arrived, and not chosen yet
         for admitted, quota in [*self._quotas(batch, size), (None, size)]:
@@ -114,10 +91,14 @@ class ArrivalOrder:
                 others = sorted([*others, *self._arrived[admitted]], key=lambda arrival: arrival[0])
             due = max(0, quota - len(chosen))
             chosen, others = chosen + others[:due], others[due:]
-        self._remove([group for _, group in chosen])
+        for arrival in chosen:
+            self._arrived[arrival[1].admitted].remove(arrival)
+            self.drop(arrival[1])
+        self._num_arrived -= len(chosen)
         return [group for _, group in chosen]
 
     def list_arrivals(self) -> list[Group]:
+        """The arrived groups, in the order of arrival."""
         arrivals = [arrival for queue in self._arrived.values() for arrival in queue]
         return [group for _, group in sorted(arrivals, key=lambda arrival: arrival[0])]
 
@@ -135,17 +116,6 @@ class ArrivalOrder:
             quotas.append((admitted, min(size, kept - self._groups_per_batch * later)))
         return quotas
 
-    def _remove(self, chosen: list[Group]) -> None:
-        gone = {group.ordinal for group in chosen}
-        for admitted in {group.admitted for group in chosen}:
-            rest = deque(arrival for arrival in self._arrived[admitted] if arrival[1].ordinal not in gone)
-            left = len(self._arrived[admitted]) - len(rest)
-            self._arrived[admitted] = rest
-            self._kept[admitted] -= left
-            self._num_arrived -= left
-            if not self._kept[admitted]:
-                del self._kept[admitted], self._arrived[admitted]
-
 
 class SubmissionOrder:
     """The lowest ordinals first, however long they take: the batches do not depend on timing."""
@@ -160,10 +130,13 @@ class SubmissionOrder:
         self._line.append(group)
 
     def arrive(self, group: Group) -> None:
-        self._advance()
+        """Move the groups at the head of the line that are not owed any more."""
+        while self._line and self._line[0].state is not GroupState.OWED:
+            first = self._line.popleft()
+            if first.state is GroupState.ARRIVED:
+                self._ready.append(first)
 
-    def drop(self, group: Group) -> None:
-        self._advance()
+    drop = arrive
 
     def is_complete(self, batch: int, size: int) -> bool:
         return len(self._ready) >= size
@@ -173,9 +146,3 @@ class SubmissionOrder:
 
     def list_arrivals(self) -> list[Group]:
         return [*self._ready, *(group for group in self._line if group.state is GroupState.ARRIVED)]
-
-    def _advance(self) -> None:
-        while self._line and self._line[0].state is not GroupState.OWED:
-            group = self._line.popleft()
-            if group.state is GroupState.ARRIVED:
-                self._ready.append(group)

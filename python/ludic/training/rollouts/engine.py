@@ -26,7 +26,6 @@ from ludic.training.rollouts.episodes import (
     check_rollouts,
     count_episodes,
     drop_failed_groups,
-    group_episodes,
 )
 from ludic.training.rollouts.log import append_failures, append_rollouts
 from ludic.training.rollouts.to_samples import batch_from_played, require_trace
@@ -170,8 +169,15 @@ class RolloutEngine:
         *,
         for_training: bool = False,
     ) -> PlayedRollouts:
-        episodes = self._expand(requests)
-        groups = group_episodes(episodes)
+        for request in requests:  # an unknown name fails before any episode is played
+            _look_up(self._protocols, request.protocol.kind, "protocol")
+            _look_up(self._envs, request.env.kind, "env")
+        per_episode = [request for request in requests for _ in range(request.num_episodes)]
+        episodes = [Episode(self._episodes + i, request) for i, request in enumerate(per_episode)]
+        self._episodes += len(episodes)
+        groups: dict[object, list[Episode]] = {}
+        for episode in episodes:
+            groups.setdefault(episode.group, []).append(episode)
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 siblings = groups[episode.group]
@@ -205,18 +211,6 @@ class RolloutEngine:
         if self._on_episode is not None:
             self._on_episode()
 
-    def _expand(self, requests: Sequence[RolloutRequest]) -> list[Episode]:
-        """Return the episodes of the requests; numbers continue from the last call. Example:
-        after 5 episodes, requests a (2 episodes) and b (1) give episodes 5 and 6 of a and 7 of
-        b."""
-        for request in requests:  # an unknown name fails before any episode is played
-            _look_up(self._protocols, request.protocol.kind, "protocol")
-            _look_up(self._envs, request.env.kind, "env")
-        per_episode = [request for request in requests for _ in range(request.num_episodes)]
-        episodes = [Episode(self._episodes + i, request) for i, request in enumerate(per_episode)]
-        self._episodes += len(episodes)
-        return episodes
-
     async def _play(
         self, episode: Episode, siblings: Sequence[Episode], gate: asyncio.Semaphore, max_steps: int, timeout_s: float | None
     ) -> None:
@@ -235,8 +229,12 @@ class RolloutEngine:
                         break
                     episode.retries += 1
                     logger.info("episode %d failed with %s; playing it again", episode.index, describe_error(error))
-        if self._cancel_siblings:
-            _cancel_unfinished(siblings)
+        for sibling in siblings if self._cancel_siblings else ():  # their rollouts would not be used
+            task = sibling.task
+            if sibling.cancelled or task is None or task.done() or task is asyncio.current_task():
+                continue
+            sibling.cancelled = True
+            task.cancel()
 
     async def _play_once(self, episode: Episode, max_steps: int, timeout_s: float | None) -> list[Rollout]:
         envs: list[Any] = []
@@ -269,7 +267,13 @@ class RolloutEngine:
         rollouts = check_rollouts(returned, self.check)
         facts = _engine_facts(request, max_steps, timeout_s, env_seed, sampling_seed)
         for rollout in rollouts:
-            _add_meta(rollout, episode, facts)
+            rollout.meta.setdefault("episode_idx", episode.index)
+            rollout.meta.update(request.meta)
+            rollout.meta["request_meta"] = {**rollout.meta.get("request_meta", {}), **request.meta}
+            rollout.meta["engine"] = dict(facts)
+            versions = [step.info["policy_version"] for step in rollout.steps if "policy_version" in step.info]
+            if versions:
+                rollout.meta.setdefault("policy_version", min(versions))
         return rollouts
 
 
@@ -283,15 +287,6 @@ def select_credit_assigner(algorithm: RLAlgorithm | None, credit_assigner: Credi
             "pass credit_assigner or algorithm; the weights of samples are computed from rewards by a credit assigner"
         )
     return algorithm.credit_assigner
-
-
-def _cancel_unfinished(siblings: Sequence[Episode]) -> None:
-    """Cancel the unfinished episodes of a failed group; their rollouts would not be used."""
-    for sibling in siblings:
-        if sibling.cancelled or sibling.task is None or sibling.task.done() or sibling.task is asyncio.current_task():
-            continue
-        sibling.cancelled = True
-        sibling.task.cancel()
 
 
 def _look_up(registry: Mapping[str, Callable[..., Any]], kind: str, what: str) -> Callable[..., Any]:
@@ -313,23 +308,8 @@ def _engine_facts(
         "sampling_seed": sampling_seed,
         "forced_env_seed": request.env_seed,
         "forced_sampling_seed": request.sampling_seed,
-        "return_spec": {
-            "return_token_ids": return_spec.return_token_ids,
-            "return_chosen_logprobs": return_spec.return_chosen_logprobs,
-            "top_logprobs_k": return_spec.top_logprobs_k,
-        },
+        "return_spec": dict(vars(return_spec)),
     }
-
-
-def _add_meta(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None:
-    """Add to the rollout's meta its request's meta and the settings that it was played with."""
-    rollout.meta.setdefault("episode_idx", episode.index)
-    rollout.meta.update(episode.request.meta)
-    rollout.meta["request_meta"] = {**rollout.meta.get("request_meta", {}), **episode.request.meta}
-    rollout.meta["engine"] = dict(facts)
-    versions = [step.info["policy_version"] for step in rollout.steps if "policy_version" in step.info]
-    if versions:
-        rollout.meta.setdefault("policy_version", min(versions))
 
 
 async def close_environment(env: Any) -> None:

@@ -46,14 +46,6 @@ class Episode:
         return ("episode", self.index) if group is None else ("group", group)
 
 
-def group_episodes(episodes: Sequence[Episode]) -> dict[object, list[Episode]]:
-    """Return the episodes of each group, in order of first appearance."""
-    groups: dict[object, list[Episode]] = {}
-    for episode in episodes:
-        groups.setdefault(episode.group, []).append(episode)
-    return groups
-
-
 def count_episodes(episodes: Sequence[Episode]) -> RolloutCounts:
     """Count the outcomes of the episodes."""
     failed = [episode for episode in episodes if episode.error is not None]
@@ -231,29 +223,26 @@ def check_rollouts(returned: Any, check: SampleCheck | None = None) -> list[Roll
             raise GarbageError(
                 f"the protocol returned a list with an element of type {type(rollout).__name__}; it must be Rollout"
             )
-        _check_rollout(rollout, check or SampleCheck())
+        _check_type(rollout.id, str, "the id of a rollout")
+        _check_type(rollout.meta, dict, "the meta of a rollout")
+        _check_type(rollout.steps, list, "the steps of a rollout")
+        for step in rollout.steps:
+            _check_type(step, Step, "a step of a rollout")
+            _check_step(step)
+            if fault := (check or SampleCheck()).find_step_fault(rollout, step):
+                raise GarbageError(f"step {step.index} of rollout {rollout.id} has {fault}")
+        indices = [step.index for step in rollout.steps]
+        if len(set(indices)) < len(indices):
+            raise GarbageError(
+                f"the steps of a rollout have the indices {indices}; they must be distinct, since weights are assigned by index"
+            )
     return list(returned)
-
-
-def _check_rollout(rollout: Rollout, check: SampleCheck) -> None:
-    _check_type(rollout.id, str, "the id of a rollout")
-    _check_type(rollout.meta, dict, "the meta of a rollout")
-    _check_type(rollout.steps, list, "the steps of a rollout")
-    for step in rollout.steps:
-        _check_type(step, Step, "a step of a rollout")
-        _check_step(step)
-        if fault := check.find_step_fault(rollout, step):
-            raise GarbageError(f"step {step.index} of rollout {rollout.id} has {fault}")
-    indices = [step.index for step in rollout.steps]
-    if len(set(indices)) < len(indices):
-        raise GarbageError(
-            f"the steps of a rollout have the indices {indices}; they must be distinct, since weights are assigned by index"
-        )
 
 
 def _check_type(value: Any, kind: type, what: str) -> None:
     if not isinstance(value, kind):
-        raise GarbageError(f"{what} is of type {type(value).__name__}; it must be a {kind.__name__}")
+        wanted = "text" if kind is str else f"a {kind.__name__}"
+        raise GarbageError(f"{what} is of type {type(value).__name__}; it must be {wanted}")
 
 
 def _check_step(step: Step) -> None:
@@ -261,12 +250,10 @@ def _check_step(step: Step) -> None:
     _check_type(step.info, dict, f"the info of step {step.index}")
     if step.trace is not None:
         _check_type(step.trace, TokenTrace, f"the trace of step {step.index}")
-    texts: dict[str, object] = {"prev_obs": step.prev_obs, "action": step.action}
+    _check_type(step.prev_obs, str, f"prev_obs of step {step.index}")
+    _check_type(step.action, str, f"action of step {step.index}")
     if step.next_obs is not None:
-        texts["next_obs"] = step.next_obs
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise GarbageError(f"{name} of step {step.index} is of type {type(text).__name__}; it must be text")
+        _check_type(step.next_obs, str, f"next_obs of step {step.index}")
     if not is_reward(step.reward):
         raise GarbageError(f"the reward of step {step.index} is {step.reward!r}; it must be a finite number of float32")
 
@@ -300,50 +287,34 @@ class CutOffWarnings:
 
     def look_at(self, rollouts: Sequence[Rollout], max_steps: int) -> None:
         """`max_steps`: the limit that the rollouts were played with."""
-        if not self._warned_of_steps and ran_out_of_steps(rollouts, max_steps):
-            self._warned_of_steps = True
-            _warn_of_steps(rollouts, max_steps)
-        rejected, answers = _split_rejected(rollouts)
-        if not self._warned_of_tokens and rejected and len(rejected) >= REPORTED_SHARE * answers:
+        self._look_at_steps(rollouts, max_steps)
+        steps = [step for rollout in rollouts for step in rollout.steps]
+        rejected = [step for step in steps if step.info.get("incomplete_completion")]
+        if not self._warned_of_tokens and rejected and len(rejected) >= REPORTED_SHARE * len(steps):
             self._warned_of_tokens = True
-            _warn_of_tokens(rejected, answers)
+            logger.warning(
+                "%d of %d answers reached their token limit: no parser, environment or verifier saw them, and each earned %g "
+                "instead; raise max_tokens (rollout.max_new_tokens of a recipe), or have them judged with "
+                "Agent(reject_incomplete_completions=False)",
+                len(rejected),
+                len(steps),
+                rejected[0].reward,
+            )
 
-
-def ran_out_of_steps(rollouts: Sequence[Rollout], max_steps: int) -> bool:
-    """Whether `max_steps` cut off all episodes, or with a limit of 1, which is the default, any;
-    those that ended with a parse error do not count."""
-    cut = [rollout.meta.get("truncation_reason") == "max_steps" for rollout in rollouts if _is_answered(rollout)]
-    return any(cut) if max_steps == 1 else bool(cut) and all(cut)
-
-
-def _is_answered(rollout: Rollout) -> bool:
-    return bool(rollout.steps) and not rollout.steps[-1].info.get("parse_error")
-
-
-def _warn_of_steps(rollouts: Sequence[Rollout], max_steps: int) -> None:
-    cut = [rollout for rollout in rollouts if _is_answered(rollout) and rollout.meta.get("truncation_reason") == "max_steps"]
-    logger.warning(
-        "%s %d episodes were cut off after max_steps (%d) before the environment (%s) ended them; raise max_steps if episodes have "
-        "more turns%s",
-        "all" if len(cut) == len(rollouts) else f"{len(cut)} of",
-        len(rollouts),
-        max_steps,
-        cut[0].meta.get("env_name", "of its own"),
-        ": without it a batch source plays one turn" if max_steps == 1 else "",
-    )
-
-
-def _split_rejected(rollouts: Sequence[Rollout]) -> tuple[list[Step], int]:
-    """(steps whose answer an agent rejected because it reached the token limit, number of all)."""
-    steps = [step for rollout in rollouts for step in rollout.steps]
-    return [step for step in steps if step.info.get("incomplete_completion")], len(steps)
-
-
-def _warn_of_tokens(rejected: Sequence[Step], answers: int) -> None:
-    logger.warning(
-        "%d of %d answers reached their token limit: no parser, environment or verifier saw them, and each earned %g instead; raise "
-        "max_tokens (rollout.max_new_tokens of a recipe), or have them judged with Agent(reject_incomplete_completions=False)",
-        len(rejected),
-        answers,
-        rejected[0].reward,
-    )
+    def _look_at_steps(self, rollouts: Sequence[Rollout], max_steps: int) -> None:
+        """Warn if `max_steps` cut off all episodes, or with a limit of 1, which is the default,
+        any; those that ended with a parse error do not count."""
+        answered = [rollout for rollout in rollouts if rollout.steps and not rollout.steps[-1].info.get("parse_error")]
+        cut = [rollout for rollout in answered if rollout.meta.get("truncation_reason") == "max_steps"]
+        if self._warned_of_steps or not cut or (max_steps != 1 and len(cut) < len(answered)):
+            return
+        self._warned_of_steps = True
+        logger.warning(
+            "%s %d episodes were cut off after max_steps (%d) before the environment (%s) ended them; raise max_steps if episodes have "
+            "more turns%s",
+            "all" if len(cut) == len(rollouts) else f"{len(cut)} of",
+            len(rollouts),
+            max_steps,
+            cut[0].meta.get("env_name", "of its own"),
+            ": without it a batch source plays one turn" if max_steps == 1 else "",
+        )

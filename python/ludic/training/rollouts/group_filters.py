@@ -14,48 +14,30 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.errors import ConfigError, DataError
 from ludic.list_fields import read_list
 from ludic.types import Rollout
 
-
-class GroupMember(Protocol):
-    """One answer. `rollouts.training.Sample` is one; `of_rollouts` makes one of a rollout."""
-
-    @property
-    def reward(self) -> float: ...
-    @property
-    def response(self) -> str: ...
-    @property
-    def tokens(self) -> Sequence[int]:
-        """Ids of the prompt, then of the response."""
-        ...
-
-    @property
-    def status(self) -> Any:
-        """An enum member with the value `completed` if the answer ended by itself."""
-        ...
-
-
 GroupFilter = Callable[[Sequence[Any]], bool]
-"""The members of one group -> whether they are trained. Members are `GroupMember`s."""
+"""The members of one group -> whether they are trained. A member is a `rollouts.training.Sample`,
+or a `RolloutMember`, which has the same fields."""
 
 
-def check_reward_nonzero_std(samples: Sequence[GroupMember]) -> bool:
+def check_reward_nonzero_std(samples: Sequence[Any]) -> bool:
     """Whether the rewards differ. A group of equal rewards has no relative advantage (DAPO,
     arXiv:2503.14476, dynamic sampling); nor has a group of one, for which this is False."""
     rewards = _rewards_of(samples)
     return min(rewards) < max(rewards)
 
 
-def check_min_reward(samples: Sequence[GroupMember], threshold: float = 0.5) -> bool:
+def check_min_reward(samples: Sequence[Any], threshold: float = 0.5) -> bool:
     """Whether any reward is above `threshold`; equal is not above."""
     return max(_rewards_of(samples)) > threshold
 
 
-def check_response_diversity(samples: Sequence[GroupMember], min_unique_ratio: float = 0.5) -> bool:
+def check_response_diversity(samples: Sequence[Any], min_unique_ratio: float = 0.5) -> bool:
     """Whether at least `min_unique_ratio` of the responses are different as text. Example: 2
     different ones of 4 are 0.5."""
     if not 0 <= min_unique_ratio <= 1:
@@ -64,7 +46,7 @@ def check_response_diversity(samples: Sequence[GroupMember], min_unique_ratio: f
     return len({sample.response for sample in samples}) >= min_unique_ratio * len(samples)
 
 
-def check_reasonable_length(samples: Sequence[GroupMember], min_tokens: int = 10, max_tokens: int = 2048) -> bool:
+def check_reasonable_length(samples: Sequence[Any], min_tokens: int = 10, max_tokens: int = 2048) -> bool:
     """Whether the mean number of tokens, prompt included, is at least `min_tokens` and
     at most `max_tokens`."""
     _check_bounds(min_tokens, max_tokens)
@@ -72,13 +54,13 @@ def check_reasonable_length(samples: Sequence[GroupMember], min_tokens: int = 10
     return min_tokens * len(samples) <= sum(len(sample.tokens) for sample in samples) <= max_tokens * len(samples)
 
 
-def check_any_success(samples: Sequence[GroupMember]) -> bool:
+def check_any_success(samples: Sequence[Any]) -> bool:
     """Whether any answer ended by itself: its status is `completed`."""
     _require_members(samples)
     return any(sample.status.value == "completed" for sample in samples)
 
 
-def check_quality_and_diversity(samples: Sequence[GroupMember]) -> bool:
+def check_quality_and_diversity(samples: Sequence[Any]) -> bool:
     """Both `check_reward_nonzero_std` and `check_response_diversity`."""
     return check_reward_nonzero_std(samples) and check_response_diversity(samples)
 
@@ -89,31 +71,20 @@ COMPARING = (check_reward_nonzero_std, check_quality_and_diversity)
 
 def make_threshold_filter(threshold: float) -> GroupFilter:
     """`check_min_reward` with this threshold."""
-
-    def check(samples: Sequence[Any]) -> bool:
-        return check_min_reward(samples, threshold)
-
-    return _named(check, f"check_min_reward({threshold})")
+    return _named(lambda samples: check_min_reward(samples, threshold), f"check_min_reward({threshold})")
 
 
 def make_length_filter(min_tokens: int, max_tokens: int) -> GroupFilter:
     """`check_reasonable_length` with these bounds."""
     _check_bounds(min_tokens, max_tokens)
-
-    def check(samples: Sequence[Any]) -> bool:
-        return check_reasonable_length(samples, min_tokens, max_tokens)
-
-    return _named(check, f"check_reasonable_length({min_tokens}, {max_tokens})")
+    name = f"check_reasonable_length({min_tokens}, {max_tokens})"
+    return _named(lambda samples: check_reasonable_length(samples, min_tokens, max_tokens), name)
 
 
 def of_rollouts(group_filter: GroupFilter) -> Callable[[Sequence[Rollout]], bool]:
     """The same filter for rollouts. The reward is the episode's, the response is the model's text
     of all steps, and the tokens belong to the last step, whose prompt has the earlier ones."""
-
-    def check(rollouts: Sequence[Rollout]) -> bool:
-        return group_filter([_RolloutMember(rollout) for rollout in rollouts])
-
-    return _named(check, name_of_filter(group_filter))
+    return _named(lambda rollouts: group_filter(list(map(RolloutMember, rollouts))), name_of_filter(group_filter))
 
 
 def name_of_filter(group_filter: Callable[..., Any]) -> str:
@@ -127,8 +98,8 @@ class _Ending(Enum):
 
 
 @dataclass(frozen=True)
-class _RolloutMember:
-    """A rollout as a `GroupMember`."""
+class RolloutMember:
+    """A rollout as a filter sees it."""
 
     rollout: Rollout
 
@@ -142,6 +113,7 @@ class _RolloutMember:
 
     @property
     def tokens(self) -> Sequence[int]:
+        """Ids of the prompt, then of the response."""
         trace = self.rollout.steps[-1].trace if self.rollout.steps else None
         if trace is None:
             raise DataError(
@@ -152,6 +124,7 @@ class _RolloutMember:
 
     @property
     def status(self) -> _Ending:
+        """`completed` if the answer ended by itself."""
         ended = bool(self.rollout.steps) and self.rollout.steps[-1].terminated
         return _Ending.COMPLETED if ended else _Ending.TRUNCATED
 
@@ -161,12 +134,12 @@ def _named(check: GroupFilter, name: str) -> GroupFilter:
     return check
 
 
-def _require_members(samples: Sequence[GroupMember]) -> None:
+def _require_members(samples: Sequence[Any]) -> None:
     if not samples:
         raise DataError("a filter judges the samples of one prompt, and was given none")
 
 
-def _rewards_of(samples: Sequence[GroupMember]) -> list[float]:
+def _rewards_of(samples: Sequence[Any]) -> list[float]:
     """The rewards. Raises DataError for one that is not finite, which no filter could judge."""
     _require_members(samples)
     rewards = [float(sample.reward) for sample in samples]

@@ -54,12 +54,7 @@ class GroupState(Enum):
     LOST = "lost"
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-MISSING = _Missing()
+MISSING: Any = object()
 """Stands in `Group.members` for a member that is not played yet."""
 
 
@@ -226,7 +221,20 @@ class Ledger:
     def encode(self, codec: MemberCodec, arrivals: Sequence[Group], *, with_prompts: bool) -> dict[str, Any]:
         """The state as JSON values. `arrivals`: the arrived groups in the order of arrival.
         `with_prompts`: the prompts are in it, not only their positions."""
-        groups = [self._encode_group(group, codec, with_prompts) for group in self._kept.values()]
+        groups = []
+        for group in self._kept.values():
+            members = {i: member for i, member in enumerate(group.members) if member is not MISSING}
+            saved: dict[str, Any] = {
+                "ordinal": group.ordinal,
+                "position": group.position,
+                "admitted": group.admitted,
+                "members": _encode_members(members, group, codec),
+            }
+            if partials := _encode_members(group.partials, group, codec):
+                saved["partials"] = partials
+            if with_prompts:
+                saved["prompt"] = _encode_prompt(group)
+            groups.append(saved)
         whole = {saved["ordinal"] for saved in groups if len(saved["members"]) == self._members_per_group}
         counts = {state.value: number for state, number in self._totals.items()}
         return {
@@ -237,20 +245,6 @@ class Ledger:
             "groups": groups,
             "arrivals": [group.ordinal for group in arrivals if group.ordinal in whole],
         }
-
-    def _encode_group(self, group: Group, codec: MemberCodec, with_prompts: bool) -> dict[str, Any]:
-        members = {i: member for i, member in enumerate(group.members) if member is not MISSING}
-        saved: dict[str, Any] = {
-            "ordinal": group.ordinal,
-            "position": group.position,
-            "admitted": group.admitted,
-            "members": _encode_members(members, group, codec),
-        }
-        if partials := _encode_members(group.partials, group, codec):
-            saved["partials"] = partials
-        if with_prompts:
-            saved["prompt"] = _encode_prompt(group)
-        return saved
 
     def restore(self, groups: Iterable[Group], *, admitted: int, counts: Mapping[str, int]) -> None:
         """Keep these groups, in the order of their ordinals, which are owed; the others of
@@ -304,20 +298,9 @@ def _encode_members(members: Mapping[int, Any], group: Group, codec: MemberCodec
     return encoded
 
 
-@dataclass(frozen=True)
-class SavedPool:
-    """What a state says."""
-
-    ledger: Ledger
-    """Its groups are all owed: the caller lets the groups of `arrivals` arrive."""
-    arrivals: list[Group]
-    """In the order of arrival."""
-    batch: int
-    """How many batches the pool had given."""
-
-
-def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_prompts: bool) -> SavedPool:
-    """The groups of a state. `with_prompts`: the prompts are in it.
+def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_prompts: bool) -> tuple[Ledger, list[Group]]:
+    """(ledger, arrived groups in the order of arrival) of a state. All groups of the ledger are
+    owed: the caller lets the others arrive. `with_prompts`: the prompts are in the state.
 
     Raises ConfigError for a state of another format or number of members, and for one that a pool
     would not save.
@@ -342,7 +325,7 @@ def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_p
             )
         group.members = [value if value is MISSING else _decode(value, i, group, codec) for i, value in enumerate(group.members)]
         group.partials = {i: _decode(value, i, group, codec) for i, value in group.partials.items()}
-    return SavedPool(ledger, arrivals, state["batch"])
+    return ledger, arrivals
 
 
 def _restore(ledger: Ledger, state: Mapping[str, Any]) -> list[Group]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.interaction.containment import describe_error
-from ludic.training.rollouts.batch_selection import ArrivalOrder, BatchSelection, SubmissionOrder, choose_max_lag
+from ludic.training.rollouts.batch_selection import ArrivalOrder, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.group_ledger import (
     Group as Group,
     GroupBatch as GroupBatch,
@@ -32,7 +32,6 @@ from ludic.training.rollouts.group_ledger import (
     MemberCodec,
     PoolCounts as PoolCounts,
     Prompts,
-    SavedPool,
     find_prompts,
     read_state,
 )
@@ -76,7 +75,7 @@ class GroupPool:
 
     **Life.** Inside `async with` calls go on between batches. Outside, `next_batch` ends the calls
     that it has started. Whole members stay in their groups either way, and the next call goes on
-    with them. Calls that ignore their cancellation for `close_timeout_s` are given up.
+    with them. Calls that ignore their cancellation for `STOP_TIMEOUT_S` are given up.
 
     `codec` turns members into JSON values for `state_dict`. `prompts_in_state`: for prompts without
     `at`, which must be JSON values then.
@@ -99,7 +98,6 @@ class GroupPool:
         outage_patience_s: float = 15.0,
         on_exhausted: str = "error",
         seed: int = 0,
-        close_timeout_s: float = 30.0,
         codec: MemberCodec | None = None,
         explain: Callable[[Group], str] | None = None,
         prompts_in_state: bool = False,
@@ -113,17 +111,16 @@ class GroupPool:
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{name} ({value}) must be >= {least}")
-        if not close_timeout_s > 0:
-            raise ConfigError(f"close_timeout_s ({close_timeout_s}) must be > 0 seconds")
         if not 0 <= outage_patience_s < math.inf:
             raise ConfigError(f"outage_patience_s ({outage_patience_s}) must be >= 0 seconds, and finite")
         for name, choice, choices in (("order", order, ORDERS), ("on_exhausted", on_exhausted, ON_EXHAUSTED)):
             if choice not in choices:
                 raise ConfigError(f"{name} ({choice!r}) must be {' or '.join(map(repr, choices))}")
-        self._lag = choose_max_lag(over_sampling_factor, max_lag)
+        self.max_lag = choose_max_lag(over_sampling_factor, max_lag)
+        """How many batches after its admission a group is given at the latest."""
         self._max_kept = math.ceil(groups_per_batch * over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
         self._groups_per_batch, self._members_per_group, self._order = groups_per_batch, members_per_group, order
-        self._is_short_allowed, self._close_timeout_s = on_exhausted == "short", close_timeout_s
+        self._is_short_allowed = on_exhausted == "short"
         self._accept, self._explain, self._codec = accept, explain, codec or MemberCodec()
         self._prompts, self._prompts_in_state = prompts, prompts_in_state
         self._calls = MemberCalls(
@@ -137,9 +134,10 @@ class GroupPool:
             seed=seed,
             outage_patience_s=outage_patience_s,
         )
-        self._ledger, self._selection = Ledger(members_per_group), self._make_selection()
+        self.ledger, self._selection = Ledger(members_per_group), self._make_selection()
         self._failures = FailureCounter(max_rejections=patience * groups_per_batch, max_losses=2 * self._max_kept)
-        self._batch = 0
+        self.num_batches = 0
+        """How many batches the pool has given."""
         self._batches_left: int | None = None
         self._counts_before = PoolCounts()
         """The counts when the last batch was given."""
@@ -151,27 +149,9 @@ class GroupPool:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
-    def max_lag(self) -> int:
-        """How many batches after its admission a group is given at the latest."""
-        return self._lag
-
-    @property
-    def num_batches(self) -> int:
-        """How many batches the pool has given."""
-        return self._batch
-
-    @property
     def counts(self) -> PoolCounts:
         """The groups admitted so far, by what became of them."""
-        return self._ledger.count()
-
-    def oldest_position(self) -> int | None:
-        """Where the prompt of the oldest kept group is in the prompts; None if no group is kept."""
-        return self._ledger.oldest_position()
-
-    def is_kept(self, ordinal: int) -> bool:
-        """Whether the group is owed or arrived."""
-        return ordinal in self._ledger
+        return self.ledger.count()
 
     def limit(self, num_batches: int) -> None:
         """Say how many more batches are needed. No more groups are admitted than they hold, unless
@@ -186,7 +166,7 @@ class GroupPool:
         """End all calls. A batch that is awaited elsewhere is RolloutAborted."""
         self._is_entered = False
         self._cut_off_wait()
-        await self._calls.stop(self._close_timeout_s)
+        await self._calls.stop()
         if self._ended is not None:
             await asyncio.wait([self._ended])
 
@@ -204,7 +184,7 @@ class GroupPool:
                 await self._wait_until_complete()
             finally:
                 if not self._is_entered:
-                    await self._calls.stop(self._close_timeout_s)
+                    await self._calls.stop()
             return self._give()  # the last step: a cancellation after it would lose the batch
         finally:
             self._is_waiting = False
@@ -231,7 +211,7 @@ class GroupPool:
         """The kept groups with their members, and the counts, as JSON values. Right at any moment;
         the position of the prompts must be read in the same step of the event loop."""
         arrivals = self._selection.list_arrivals()
-        return {"batch": self._batch, **self._ledger.encode(self._codec, arrivals, with_prompts=self._prompts_in_state)}
+        return {"batch": self.num_batches, **self.ledger.encode(self._codec, arrivals, with_prompts=self._prompts_in_state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Groups that are owed are completed with their seeds and by their
@@ -239,22 +219,18 @@ class GroupPool:
         changes nothing, while calls run, and for a state that is damaged or does not fit."""
         if self._calls.is_open:
             raise ConfigError("the pool is playing groups; leave it (`async with`) before you set its state")
-        saved, selection = self.read_state(state), self._make_selection()
-        for group in saved.ledger.owed():
+        ledger, arrivals = read_state(state, self._codec, self._members_per_group, with_prompts=self._prompts_in_state)
+        selection = self._make_selection()
+        for group in ledger.owed():
             selection.admit(group)
-        for group in saved.arrivals:
-            saved.ledger.arrive(group)
+        for group in arrivals:
+            ledger.arrive(group)
             selection.arrive(group)
         if not self._prompts_in_state:
-            find_prompts(saved.ledger, self._prompts)
-        self._ledger, self._selection, self._batch = saved.ledger, selection, saved.batch
-        self._counts_before, self._failure, self._prompts_ended = saved.ledger.count(), None, False
+            find_prompts(ledger, self._prompts)
+        self.ledger, self._selection, self.num_batches = ledger, selection, state["batch"]
+        self._counts_before, self._failure, self._prompts_ended = ledger.count(), None, False
         self._failures.reset()
-
-    def read_state(self, state: Any) -> SavedPool:
-        """What `load_state_dict` takes over of a state, but for the prompts. Changes nothing, and
-        raises the same errors."""
-        return read_state(state, self._codec, self._members_per_group, with_prompts=self._prompts_in_state)
 
     async def _wait_until_complete(self) -> None:
         assert self._loop is not None
@@ -262,7 +238,7 @@ class GroupPool:
             await self._open()
         while True:
             if self._is_aborted or self._is_cut_off:
-                await self._calls.stop(self._close_timeout_s)
+                await self._calls.stop()
                 asked = "asked to abort" if self._is_aborted else "left while a batch was awaited"
                 remedy = "resume()" if self._is_aborted else "the next batch"
                 raise RolloutAborted(f"the pool was {asked}; whole members are kept, and {remedy} goes on with them")
@@ -271,7 +247,15 @@ class GroupPool:
                 raise failure
             if self._is_complete():
                 return  # and it stays complete: groups that arrive or leave ask for no more of the others
-            self._check_failures()
+            if self._failures.is_losing or (
+                self._failures.is_out_of_patience and not (self._is_short_allowed and len(self.ledger))
+            ):
+                error = self._failures.make_error()
+                self._failures.reset()
+                self._calls.outage.forget()
+                raise error
+            if not len(self.ledger):
+                raise RequestsExhausted("there are no more prompts, and every group is given, rejected or lost")
             self._changed = self._loop.create_future()
             try:
                 await self._changed
@@ -282,13 +266,13 @@ class GroupPool:
         """Let calls run, owed groups first, and repeat calls that raised between batches."""
         self._failure = None
         if not self._calls.is_open:
-            await self._calls.stop(self._close_timeout_s)  # those that an abort has cancelled
+            await self._calls.stop()  # those that an abort has cancelled
             if self._is_cut_off:
                 return
             self._calls.open()
-            for group in self._ledger.owed():
+            for group in self.ledger.owed():
                 self._calls.add(group)
-        for group in [group for group in self._ledger.owed() if not group.missing]:
+        for group in [group for group in self.ledger.owed() if not group.missing]:
             self._judge(group)  # the filter has raised
         self._admit_more()
 
@@ -302,32 +286,22 @@ class GroupPool:
         self._is_cut_off = True
         self._wake()
 
-    def _check_failures(self) -> None:
-        """Raise if the batch cannot be completed."""
-        if self._failures.is_losing or (self._failures.is_out_of_patience and not (self._is_short_allowed and len(self._ledger))):
-            error = self._failures.make_error()
-            self._failures.reset()
-            self._calls.outage.forget()
-            raise error
-        if not len(self._ledger):
-            raise RequestsExhausted("there are no more prompts, and every group is given, rejected or lost")
-
     def _is_complete(self) -> bool:
         size = self._batch_size()
-        return size > 0 and self._selection.is_complete(self._batch, size)
+        return size > 0 and self._selection.is_complete(self.num_batches, size)
 
     def _batch_size(self) -> int:
         """N, or the remaining groups if no more are admitted."""
         is_last = self._prompts_ended or (self._is_short_allowed and self._failures.is_out_of_patience)
-        return min(self._groups_per_batch, len(self._ledger)) if is_last else self._groups_per_batch
+        return min(self._groups_per_batch, len(self.ledger)) if is_last else self._groups_per_batch
 
     def _give(self) -> GroupBatch:
-        groups = self._selection.take(self._batch, self._batch_size())
+        groups = self._selection.take(self.num_batches, self._batch_size())
         for group in groups:
-            self._ledger.remove(group, GroupState.GIVEN)
-        counts = self._ledger.count()
-        batch = GroupBatch(groups, self._batch, counts, self._counts_before)
-        self._batch += 1
+            self.ledger.remove(group, GroupState.GIVEN)
+        counts = self.ledger.count()
+        batch = GroupBatch(groups, self.num_batches, counts, self._counts_before)
+        self.num_batches += 1
         self._batches_left = None if self._batches_left is None else self._batches_left - 1
         self._counts_before = counts
         self._failures.reset()
@@ -336,36 +310,35 @@ class GroupPool:
     def _admit_more(self) -> None:
         """Admit groups up to the limit, start calls, and wake whoever waits for a batch if there is
         something to do."""
-        if self._calls.is_open:
-            self._admit()
-            self._calls.start()
-        if self._failure is not None or self._failures.is_over or not len(self._ledger) or self._is_complete():
-            self._wake()
-
-    def _admit(self) -> None:
-        while not (self._prompts_ended or self._failures.is_over) and len(self._ledger) < self._capacity():
+        while self._calls.is_open and not (self._prompts_ended or self._failures.is_over) and len(self.ledger) < self._capacity():
             try:
                 position, prompt = self._prompts.take()
             except RequestsExhausted:
                 self._prompts_ended = True
-                return
+                break
             except Exception as error:
                 self._fail(error)
-                return
-            group = self._ledger.admit(position, prompt, self._batch if self._is_waiting else max(0, self._batch - 1))
+                break
+            group = self.ledger.admit(position, prompt, self.num_batches if self._is_waiting else max(0, self.num_batches - 1))
             self._selection.admit(group)
             self._calls.add(group)
+        self._calls.start()
+        if self._failure is not None or self._failures.is_over or not len(self.ledger) or self._is_complete():
+            self._wake()
 
     def _capacity(self) -> int:
         """How many groups may be kept. Between two batches groups are admitted with the weights of
         the batch before, so that all kept ones must leave within the next K batches, not K + 1."""
         size, waiting = self._groups_per_batch, int(self._is_waiting)
         left = self._max_kept if self._batches_left is None else size * max(waiting, self._batches_left)
-        return min(self._max_kept, left, size * (self._lag + waiting))
+        return min(self._max_kept, left, size * (self.max_lag + waiting))
 
-    def _make_selection(self) -> BatchSelection:
+    def _make_selection(self) -> ArrivalOrder | SubmissionOrder:
         """The rule by which groups leave."""
-        return ArrivalOrder(self._groups_per_batch, self._lag) if self._order == "arrival" else SubmissionOrder()
+        return ArrivalOrder(self._groups_per_batch, self.max_lag) if self._order == "arrival" else SubmissionOrder()
+
+    def _count_retry(self) -> None:
+        self.ledger.retried += 1
 
     def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():
@@ -375,11 +348,8 @@ class GroupPool:
         self._failure = error
         self._wake()
 
-    def _count_retry(self) -> None:
-        self._ledger.retried += 1
-
     def _fill(self, group: Group, member: int, value: Any) -> None:
-        if self._ledger.fill(group, member, value):
+        if self.ledger.fill(group, member, value):
             self._judge(group)
 
     def _judge(self, group: Group) -> None:
@@ -391,18 +361,18 @@ class GroupPool:
         except Exception as error:
             self._fail(error)
             return
-        self._failures.end_losses()
+        self._failures.losses = 0  # those before this group were not in a row with later ones
         if is_accepted:
-            self._ledger.arrive(group)
+            self.ledger.arrive(group)
             self._selection.arrive(group)
         else:
-            self._failures.reject(reason)
-            self._ledger.remove(group, GroupState.REJECTED)
+            self._failures.reasons[reason] += 1
+            self.ledger.remove(group, GroupState.REJECTED)
             self._selection.drop(group)
         self._admit_more()
 
     def _lose(self, group: Group, member: int, error: Exception) -> None:
-        self._ledger.remove(group, GroupState.LOST)
+        self.ledger.remove(group, GroupState.LOST)
         self._selection.drop(group)
         self._calls.drop(group)
         trace = error if self._failures.lose(error) else None
@@ -420,56 +390,50 @@ class FailureCounter:
 
     def __init__(self, *, max_rejections: int, max_losses: int) -> None:
         self._max_rejections, self._max_losses = max_rejections, max_losses
-        self._reasons: Counter[str] = Counter()
-        self._losses = 0
+        self.reasons: Counter[str] = Counter()
+        """Reason of the filter -> groups that it has refused for this batch."""
+        self.losses = 0
+        """Groups lost since the last whole one."""
         self._last_error: Exception | None = None
 
     @property
     def is_out_of_patience(self) -> bool:
         """Whether more groups were rejected than a batch may cost."""
-        return self._reasons.total() > self._max_rejections
+        return self.reasons.total() > self._max_rejections
 
     @property
     def is_losing(self) -> bool:
         """Whether the number of groups lost in a row says that something is broken."""
-        return self._losses >= self._max_losses
+        return self.losses >= self._max_losses
 
     @property
     def is_over(self) -> bool:
         """Whether no more groups should be admitted for now."""
         return self.is_losing or self.is_out_of_patience
 
-    def reject(self, reason: str) -> None:
-        """The filter has refused a group."""
-        self._reasons[reason] += 1
-
     def lose(self, error: Exception) -> bool:
         """A group is lost. Returns whether it is the first one in a row."""
-        self._losses += 1
+        self.losses += 1
         self._last_error = error
-        return self._losses == 1
-
-    def end_losses(self) -> None:
-        """A group is whole: the losses before it were not in a row with those after it."""
-        self._losses = 0
+        return self.losses == 1
 
     def reset(self) -> None:
         """Begin anew, with the next batch or after an error."""
-        self._reasons.clear()
-        self._losses, self._last_error = 0, None
+        self.reasons.clear()
+        self.losses, self._last_error = 0, None
 
     def make_error(self) -> RolloutError:
         """The error of too many losses or rejections, with their causes."""
         if self.is_losing:
             error = RolloutError(
-                f"{self._losses} groups were lost one after another, the last one to "
+                f"{self.losses} groups were lost one after another, the last one to "
                 f"{describe_error(self._last_error)}; mend the cause, then ask for the batch again"
             )
             error.__cause__ = self._last_error
             return error
-        number = self._reasons.total()
-        shown = [f"{times} x {reason}" for reason, times in self._reasons.most_common(SHOWN_REASONS) if reason]
-        more = len(self._reasons) - len(shown) if shown else 0
+        number = self.reasons.total()
+        shown = [f"{times} x {reason}" for reason, times in self.reasons.most_common(SHOWN_REASONS) if reason]
+        more = len(self.reasons) - len(shown) if shown else 0
         listed = f" ({'; '.join(shown)}{f'; and {more} other reasons' if more else ''})" if shown else ""
         return RolloutError(
             f"the filter rejected {number} groups for one batch, more than patience * groups_per_batch ({self._max_rejections}){listed}; "

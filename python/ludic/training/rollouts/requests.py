@@ -1,28 +1,85 @@
 """Makes requests from data: from a queue until it is empty, or from a sequence in an endless
-loop."""
+loop. Request strategies expand a list of requests into groups, or leave it unchanged."""
 
 from __future__ import annotations
 
 import copy
 import queue
+import random
 import uuid
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import iscoroutine
-from random import Random
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.data.passes import Passes, shuffle_range
 from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted
 from ludic.inference.request import InferenceSpec
 from ludic.training.rollouts.group_ledger import check_number, damaged
-from ludic.training.rollouts.request_groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RequestsFn, RolloutRequest
 
 Row = tuple[int, Any]
 """(index in the data set, sample)"""
 OnEmpty = Literal["raise", "return_empty"]
+
+
+class RequestStrategy(Protocol):
+    """Expands requests."""
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Return the requests to play."""
+        ...
+
+
+@dataclass
+class IdentityStrategy:
+    """Leaves the requests unchanged."""
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Return the requests unchanged."""
+        return list(requests)
+
+
+@dataclass
+class GRPORequestStrategy:
+    """Expands every request to `group_size` requests for the same problem: the same environment
+    seed, consecutive sampling seeds, the same `group_id`.
+
+    Example, `group_size=3`: a request with `env_seed` 7 and `sampling_seed` 100 becomes three with
+    `env_seed` 7 and `sampling_seed` 100, 101, 102.
+
+    Seeds that are None in a request, and the group's id, are drawn from Python's global random
+    generator, whose state checkpoints save.
+    """
+
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_size <= 0:
+            raise ConfigError(f"group_size must be positive, got {self.group_size}")
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Return the members of each request's group, group after group."""
+        members = []
+        for request in requests:
+            env_seed = random.getrandbits(32) if request.env_seed is None else request.env_seed
+            sampling_seed = random.getrandbits(32) if request.sampling_seed is None else request.sampling_seed
+            members += _make_members(request, self.group_size, env_seed, sampling_seed, random.getrandbits(128))
+        return members
+
+
+def _make_members(
+    request: RolloutRequest, group_size: int, env_seed: int, sampling_seed: int, group_bits: int
+) -> list[RolloutRequest]:
+    """The members of one group: the same environment seed, consecutive sampling seeds, one
+    `group_id`."""
+    meta = {**request.meta, "group_id": str(uuid.UUID(int=group_bits, version=4))}
+    return [
+        replace(request, env_seed=env_seed, sampling_seed=sampling_seed + member, num_episodes=1, meta=dict(meta))
+        for member in range(group_size)
+    ]
 
 
 def make_requests_fn_from_queue(
@@ -78,12 +135,12 @@ def make_dataset_queue_requests_fn(
 
     By default the environment gets the keyword `sample`, and both seeds are the index.
     """
-    _check_groups_differ(group_size, inference)
+    strategy = _strategy_for(group_size, inference)
     build = _request_builder(
         env_kind, protocol_kind, inference, env_kwargs_fn, protocol_kwargs, request_meta_fn, env_seed_fn, sampling_seed_fn
     )
     return make_requests_fn_from_queue(
-        samples_q, batch_size=batch_size, build_request=build, strategy=_strategy_for(group_size), on_empty=on_empty
+        samples_q, batch_size=batch_size, build_request=build, strategy=strategy, on_empty=on_empty
     )
 
 
@@ -109,13 +166,11 @@ def make_dataset_sequence_requests_fn(
     The function has `state_dict` and `load_state_dict`, so a resumed run continues with the next
     sample. The other arguments are as in `make_dataset_queue_requests_fn`.
     """
-    _check_groups_differ(group_size, inference)
+    strategy = _strategy_for(group_size, inference)
     build = _request_builder(
         env_kind, protocol_kind, inference, env_kwargs_fn, protocol_kwargs, request_meta_fn, env_seed_fn, sampling_seed_fn
     )
-    return SequenceRequests(
-        samples, batch_size=batch_size, build=build, strategy=_strategy_for(group_size), shuffle=shuffle, rng_seed=rng_seed
-    )
+    return SequenceRequests(samples, batch_size=batch_size, build=build, strategy=strategy, shuffle=shuffle, rng_seed=rng_seed)
 
 
 class SequenceRequests:
@@ -137,22 +192,15 @@ class SequenceRequests:
         _check_batch_size(batch_size)
         self._samples, self._batch_size, self._build = samples, batch_size, build
         self._strategy, self._rng_seed = strategy, rng_seed
-        self._passes = Passes(len(samples), self._shuffle if shuffle else None)
+        order = (lambda number: shuffle_range(len(samples), f"{rng_seed}/{number}")) if shuffle else None
+        self._passes = Passes(len(samples), order)
         self.position = 0
 
     def __call__(self) -> list[RolloutRequest]:
-        rows = [self._row(self.position + i) for i in range(self._batch_size)]
-        requests = self._strategy.expand([self._build(row) for row in rows])
+        indices = [self._passes.at(self.position + i) for i in range(self._batch_size)]
+        requests = self._strategy.expand([self._build((index, self._samples[index])) for index in indices])
         self.position += self._batch_size
         return requests
-
-    def _row(self, position: int) -> Row:
-        index = self._passes.at(position)
-        return index, self._samples[index]
-
-    def _shuffle(self, number: int) -> Sequence[int]:
-        """The order of pass `number`."""
-        return shuffle_range(len(self._samples), f"{self._rng_seed}/{number}")
 
     def state_dict(self) -> dict[str, int]:
         """Return the position, and the facts that determine the order."""
@@ -201,18 +249,15 @@ def _request_builder(
     return build
 
 
-def _strategy_for(group_size: int) -> RequestStrategy:
-    return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
-
-
-def _check_groups_differ(group_size: int, inference: InferenceSpec | None) -> None:
-    """Raise ConfigError for groups at temperature 0: members differ only in their sampling seed,
+def _strategy_for(group_size: int, inference: InferenceSpec | None) -> RequestStrategy:
+    """Raises ConfigError for groups at temperature 0: members differ only in their sampling seed,
     which greedy decoding ignores."""
     if group_size > 1 and inference is not None and inference.sampling.temperature == 0:
         raise ConfigError(
             f"group_size ({group_size}) at temperature 0 gives {group_size} equal answers, so all advantages are 0; raise "
             "inference.sampling.temperature, or set group_size=1"
         )
+    return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
 
 
 def _check_batch_size(batch_size: int) -> None:
@@ -285,18 +330,23 @@ class RequestsByPosition:
         return {"next": self._next, "starts": [list(start) for start in self._starts], "requests": self._function_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises ConfigError, and changes nothing, for a damaged one."""
-        starts, following = _read_starts(state)
-        put_back = self.remember()
-        try:
-            self._next, self._starts, self._batch = following, starts, (following, [])
-            if self._function is not None:
-                self._function.load_state_dict(copy.deepcopy(state["requests"]))
-                if following:
-                    self._batch = self._batch_of(following - 1)
-        except BaseException:
-            put_back()
-            raise
+        """Continue from `state`. Raises ConfigError for a damaged one; the caller then puts back
+        what `remember` has kept."""
+        keys = {"next", "starts", "requests"}
+        if not isinstance(state, Mapping) or set(state) != keys or not isinstance(state["starts"], list):
+            raise damaged(f"requests ({state!r:.200}) must have {', '.join(sorted(keys))}, and starts a list")
+        self._next = check_number("requests.next", state["next"])
+        self._starts, before = [], -1
+        for start in state["starts"]:
+            if not isinstance(start, list | tuple) or len(start) != 2:
+                raise damaged(f"a start of requests ({start!r:.200}) must be a position and a state")
+            before = check_number("a position of requests.starts", start[0], least=before + 1, most=self._next - 1)
+            self._starts.append((before, start[1]))
+        self._batch = self._next, []
+        if self._function is not None:
+            self._function.load_state_dict(copy.deepcopy(state["requests"]))
+            if self._next:
+                self._batch = self._batch_of(self._next - 1)
 
     def remember(self) -> Callable[[], None]:
         """A function that sets everything back to what it is now."""
@@ -346,39 +396,22 @@ class RequestsByPosition:
                 f"requests returned {type(returned).__name__}; a rolling source takes requests while groups are played, and needs a plain "
                 "function that returns a list"
             )
-        return list(self._one_per_group(returned))
-
-    def _one_per_group(self, requests: Sequence[RolloutRequest]) -> Iterable[RolloutRequest]:
-        """The first request of every group. Raises ConfigError for groups of another size."""
-        seen: dict[object, int] = {}
-        for request in requests:
+        prompts: list[RolloutRequest] = []  # the first request of every group
+        sizes: Counter[object] = Counter()
+        for request in returned:
             _check_one_episode(request)
             group_id = request.meta.get("group_id")
-            if group_id is None or group_id not in seen:
-                yield request
+            if group_id is None or group_id not in sizes:
+                prompts.append(request)
             if group_id is not None:
-                seen[group_id] = seen.get(group_id, 0) + 1
-        wrong = {size for size in seen.values() if size != self._group_size}
+                sizes[group_id] += 1
+        wrong = {size for size in sizes.values() if size != self._group_size}
         if wrong:
             raise ConfigError(
                 f"requests returned a group of {min(wrong)} members, and group_size is {self._group_size}; return one request a prompt "
                 "(group_size=1 there), or groups of that size"
             )
-
-
-def _read_starts(state: Any) -> tuple[list[tuple[int, Any]], int]:
-    """(starts, the next position) of a state. Raises ConfigError for one that was not saved."""
-    keys = {"next", "starts", "requests"}
-    if not isinstance(state, Mapping) or set(state) != keys or not isinstance(state["starts"], list):
-        raise damaged(f"requests ({state!r:.200}) must have {', '.join(sorted(keys))}, and starts a list")
-    check_number("requests.next", state["next"])
-    before = -1
-    for start in state["starts"]:
-        if not isinstance(start, list | tuple) or len(start) != 2:
-            raise damaged(f"a start of requests ({start!r:.200}) must be a position and a state")
-        check_number("a position of requests.starts", start[0], least=before + 1, most=state["next"] - 1)
-        before = start[0]
-    return [(first, function) for first, function in state["starts"]], state["next"]
+        return prompts
 
 
 def make_group(request: RolloutRequest, ordinal: int, group_size: int, seed: int) -> list[RolloutRequest]:
@@ -388,15 +421,11 @@ def make_group(request: RolloutRequest, ordinal: int, group_size: int, seed: int
     Example, `group_size=3`: a request with `sampling_seed` 100 becomes three with 100, 101, 102.
     """
     _check_one_episode(request)
-    rng = Random(f"group {seed} {ordinal}")
-    group_id = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-    env_seed, sampling_seed = rng.getrandbits(31), rng.getrandbits(31)
+    rng = random.Random(f"group {seed} {ordinal}")
+    group_bits, env_seed, sampling_seed = rng.getrandbits(128), rng.getrandbits(31), rng.getrandbits(31)
     env_seed = env_seed if request.env_seed is None else request.env_seed
     sampling_seed = sampling_seed if request.sampling_seed is None else request.sampling_seed
-    meta = {**request.meta, "group_id": group_id}
-    return [
-        replace(request, env_seed=env_seed, sampling_seed=sampling_seed + member, meta=dict(meta)) for member in range(group_size)
-    ]
+    return _make_members(request, group_size, env_seed, sampling_seed, group_bits)
 
 
 def _check_one_episode(request: RolloutRequest) -> None:

@@ -12,8 +12,7 @@ import base64
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -108,7 +107,7 @@ class RollingBatchSource(BatchSourceBase):
         self._prompts = (
             requests
             if isinstance(requests, Prompts)
-            else RequestsByPosition(requests, group_size, oldest_kept=lambda: self._pool.oldest_position())
+            else RequestsByPosition(requests, group_size, oldest_kept=lambda: self._pool.ledger.oldest_position())
         )
         self._group_size, self._seed, self._concurrency = group_size, seed, concurrency
         self._group_filter, self._sample_filter = group_filter, sample_filter
@@ -210,13 +209,22 @@ class RollingBatchSource(BatchSourceBase):
         if not isinstance(engine, Mapping) or set(engine) != {"episodes"}:
             raise damaged(f"engine ({engine!r}) must have the number of episodes")
         check_number("engine.episodes", engine["episodes"])
-        self._pool.read_state(state["pool"])
-        if isinstance(prompts, RequestsByPosition | Stateful):
-            with _unchanged_on_error(prompts):
-                _load_requests(prompts, state["requests"])
-                self._pool.load_state_dict(state["pool"])
-        else:
+        put_back: Callable[[], None] | None = None
+        if isinstance(prompts, RequestsByPosition):
+            put_back = prompts.remember()
+        elif isinstance(prompts, Stateful):
+            put_back = partial(prompts.load_state_dict, copy.deepcopy(prompts.state_dict()))
+        try:
+            if isinstance(prompts, RequestsByPosition | Stateful):
+                prompts.load_state_dict(state["requests"])
             self._pool.load_state_dict(state["pool"])
+        except BaseException as error:
+            if put_back is not None:
+                put_back()
+            if isinstance(error, LudicError) or not isinstance(error, Exception):
+                raise
+            requests = repr(state.get("requests"))[:200]
+            raise damaged(f"requests cannot go on from {requests} ({describe_error(error)})") from error
         self.engine.load_state_dict(engine)
 
     async def aclose(self) -> None:
@@ -255,36 +263,12 @@ class RollingBatchSource(BatchSourceBase):
         """The rollouts of the batch, with the outcomes of lost groups."""
         members: list[PlayedRollouts] = [played for group in groups for played in group.members]
         counts = RolloutCounts()
-        for ordinal in [ordinal for ordinal in self._failed if not self._pool.is_kept(ordinal)]:
+        for ordinal in [ordinal for ordinal in self._failed if ordinal not in self._pool.ledger]:
             counts += self._failed.pop(ordinal)
         for played in members:
             counts += played.counts
         failures = [failure for played in members for failure in played.failures]
         return PlayedRollouts([rollout for played in members for rollout in played], counts, failures)
-
-
-def _load_requests(prompts: RequestsByPosition | Stateful, state: Any) -> None:
-    try:
-        prompts.load_state_dict(state)
-    except LudicError:
-        raise
-    except Exception as error:
-        raise damaged(f"requests cannot go on from {repr(state)[:200]} ({describe_error(error)})") from error
-
-
-@contextmanager
-def _unchanged_on_error(prompts: RequestsByPosition | Stateful) -> Iterator[None]:
-    """Give the requests their position back if the body raises."""
-    if isinstance(prompts, RequestsByPosition):
-        put_back = prompts.remember()
-    else:
-        before = copy.deepcopy(prompts.state_dict())
-        put_back = partial(prompts.load_state_dict, before)
-    try:
-        yield
-    except BaseException:
-        put_back()
-        raise
 
 
 class _PlayedCodec(MemberCodec):

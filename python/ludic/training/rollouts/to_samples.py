@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import pstdev
 from typing import Any
 
@@ -17,7 +17,6 @@ from ludic.training.rollouts.episodes import PlayedRollouts, is_reward, trace_co
 from ludic.training.types import (
     ActorTokenLogps,
     CreditAssigner,
-    RolloutStepKey,
     SampleAttachments,
     SampleFilter,
     SAWBatch,
@@ -37,9 +36,13 @@ def batch_from_rollouts(
     finite, and for a step without a token trace or without the requested log-probabilities.
     """
     weights = credit_assigner.compute(rollouts)
-    items = [
-        sample_from_step(rollout, step, _require_weight(weights, rollout, step)) for rollout in rollouts for step in rollout.steps
-    ]
+    items = []
+    for rollout in rollouts:
+        for step in rollout.steps:
+            if (rollout.id, step.index) not in weights:
+                raise KeyError(f"the credit assigner gave no weight for rollout {rollout.id}, step {step.index}")
+            weight = check_weight(weights[rollout.id, step.index], rollout, step)
+            items.append(sample_from_step(rollout, step, weight))
     for rollout in rollouts:
         credit = [float(weights[rollout.id, step.index]) for step in rollout.steps]
         rollout.meta["engine"] = {**(rollout.meta.get("engine") or {}), "credit": credit}
@@ -92,7 +95,14 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
     batch of them is read without touching a number of Python.
     """
     prompt, completion, logps = trace_columns(require_trace(rollout, step))
-    ids, attention_mask, action_mask = _sequences(prompt, completion)
+    length = len(prompt) + len(completion)
+    if type(prompt) is Column or type(completion) is Column:  # one of them is a list if it was read
+        ids: Any = np.concatenate([int_column(prompt), int_column(completion)]).view(Column)
+        attention_mask: Any = mask_column(0, length)
+        action_mask: Any = mask_column(len(prompt), len(completion))
+    else:
+        ids, attention_mask = prompt + completion, [1] * length
+        action_mask = [0] * len(prompt) + [1] * len(completion)
     return SAWItem(
         input_ids=ids,
         attention_mask=attention_mask,
@@ -107,16 +117,6 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
         },
         attachments=SampleAttachments(actor_logps=None if logps is None else ActorTokenLogps(logps)),
     )
-
-
-def _sequences(prompt: Any, completion: Any) -> tuple[Any, Any, Any]:
-    """Ids, attention mask and action mask of a sample: lists of lists, else arrays."""
-    length = len(prompt) + len(completion)
-    if type(prompt) is not Column and type(completion) is not Column:
-        return prompt + completion, [1] * length, [0] * len(prompt) + [1] * len(completion)
-    # One of them is a list if it was read.
-    ids = np.concatenate([int_column(prompt), int_column(completion)])
-    return ids.view(Column), mask_column(0, length), mask_column(len(prompt), len(completion))
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
@@ -147,13 +147,6 @@ def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
     if requested and stored(step.trace, "completion_logprobs") is None:
         raise DataError(f"{where} has no log-probabilities although they were requested; check that the server returns them")
     return step.trace
-
-
-def _require_weight(weights: Mapping[RolloutStepKey, float], rollout: Rollout, step: Step) -> float:
-    key = (rollout.id, step.index)
-    if key not in weights:
-        raise KeyError(f"the credit assigner gave no weight for rollout {rollout.id}, step {step.index}")
-    return check_weight(weights[key], rollout, step)
 
 
 def check_weight(weight: float, rollout: Rollout, step: Step) -> float:

@@ -289,7 +289,7 @@ class FunctionLoss(Loss):
             )
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        columns = {name: self._column(name, batch) for name in COLUMNS}
+        columns = {name: batch[name] if name in batch else batch.get(ours) for name, ours in COLUMNS.items()}
         named = {**batch, **{name: column for name, column in columns.items() if column is not None}}
         arguments = {"logits": logits, "batch": named, **columns}
         missing = [name for name in self.required if arguments[name] is None]
@@ -305,10 +305,6 @@ class FunctionLoss(Loss):
         stats = with_reported_loss(loss, stats)
         loss = loss.reshape(()) / ranks.world_size()
         return loss, {**stats, "loss": loss.detach()}
-
-    @staticmethod
-    def _column(name: str, batch: Batch) -> Any:
-        return batch[name] if name in batch else batch.get(COLUMNS[name])
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -54,7 +54,8 @@ class ForeignBackend:
     async def _forward_backward(self, batch: MicroBatches) -> BackwardResult:
         result = BackwardResult(torch.zeros(()))
         for micro_batch in batch:
-            metrics = await self._ask("forward_backward", name_columns(micro_batch))
+            tensors = {COLUMNS.get(name, name): value for name, value in micro_batch.tensors.items() if name != "old_logp_action"}
+            metrics = await self._ask("forward_backward", {**tensors, "labels": tensors["input_ids"].clone()})
             if "loss" not in metrics:
                 raise ConfigError(
                     f"forward_backward of the backend returned {', '.join(metrics) or 'nothing'}; it must return loss"
@@ -79,11 +80,11 @@ class ForeignBackend:
         """Have the backend write a checkpoint where it keeps them, and return its folder. If the
         last one is of this step, that is the folder: backends may number their saves."""
         if self._saved is None or self._saved[0] != step:
-            self._saved = step, Path(await _resolve(await self._call("save_checkpoint", step, {**self._metrics, **metrics})))
+            self._saved = step, Path(await self._call("save_checkpoint", step, {**self._metrics, **metrics}))
         return self._saved[1]
 
     async def _ask(self, method: str, *arguments: Any) -> dict[str, float]:
-        answer = await _resolve(await self._call(method, *arguments))
+        answer = await self._call(method, *arguments)
         if not isinstance(answer, Mapping):
             raise ConfigTypeError(
                 f"{method} of the backend returned {type(answer).__name__}; it must be a mapping, or a future of one"
@@ -91,10 +92,14 @@ class ForeignBackend:
         return {name: float(value) for name, value in answer.items()}
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        """The value of the answer: itself, or what it gives when awaited, or what its `result()`
+        gives."""
         function: Callable[..., Any] = getattr(self.backend, method)
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        return await asyncio.to_thread(function, *arguments)
+        is_coroutine = inspect.iscoroutinefunction(function)
+        answer = await function(*arguments) if is_coroutine else await asyncio.to_thread(function, *arguments)
+        answer = await await_if_needed(answer)
+        result = getattr(answer, "result", None)
+        return await await_if_needed(result()) if callable(result) else answer
 
 
 class _Pending(TrainFuture[T]):
@@ -113,16 +118,3 @@ class _Pending(TrainFuture[T]):
                 self.set_exception(error)
                 raise
         return await super().result()
-
-
-async def _resolve(answer: Any) -> Any:
-    """The value of an answer: itself, what it gives when awaited, or what its `result()` gives."""
-    answer = await await_if_needed(answer)
-    result = getattr(answer, "result", None)
-    return await await_if_needed(result()) if callable(result) else answer
-
-
-def name_columns(micro_batch: MicroBatch) -> dict[str, Any]:
-    """The micro-batch as a batch by column (`DictBatch`)."""
-    tensors = {COLUMNS.get(name, name): value for name, value in micro_batch.tensors.items() if name != "old_logp_action"}
-    return {**tensors, "labels": tensors["input_ids"].clone()}

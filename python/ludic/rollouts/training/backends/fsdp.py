@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError
 from ludic.models.sharding import gather_tensor, reshard
-from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
+from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend, require_same_shapes
 from ludic.training import ranks
 from ludic.training.backend.fsdp import FSDPConfig as FSDPConfig, shard
 
@@ -100,21 +100,14 @@ class FSDPTrainingBackend(PyTorchTrainingBackend):
         """Set the weights to those that rank 0 has; other ranks may pass an empty mapping."""
         state = self.model.state_dict()
         with ranks.agree("setting weights"):
-            wrong = sorted(name for name in state.keys() | weights.keys() if not _fits(name, state, weights))
-            if ranks.rank() == 0 and wrong:
-                raise DataError(
-                    f"the weights do not fit the model: {', '.join(wrong[:8])} are missing, unknown or of another shape"
-                )
+            if ranks.rank() == 0:
+                require_same_shapes(state, weights)
         whole: dict[str, Tensor] = {}
         for name, like in state.items():
             value = weights[name].to(like.device, like.dtype) if ranks.rank() == 0 else torch.empty(like.shape, dtype=like.dtype)
             whole[name] = value.to(like.device).contiguous()
             dist.broadcast(whole[name], src=0)
         super()._set_weights(whole)
-
-
-def _fits(name: str, state: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-    return name in state and name in weights and state[name].shape == weights[name].shape
 
 
 def _check_group(rank: int | None, world_size: int | None) -> None:

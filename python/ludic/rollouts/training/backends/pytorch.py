@@ -93,8 +93,11 @@ class PyTorchTrainingBackend(TorchBackend):
         `max_to_keep`: checkpoints to keep. None means all. `in_thread=False` computes when
         called."""
         loss = as_training_loss(loss_fn)
-        _check_budget(loss, micro_token_budget)
-        device = _check_device(next(model.parameters()).device if device is None else device)
+        device = torch.device(next(model.parameters()).device if device is None else device)
+        if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise ConfigError(
+                f"device ({device}) must be one of the {count} CUDA devices that this process sees; check gpu_ranks"
+            )
         cfg = _make_config(model, loss, device, max_grad_norm, max_seq_len, micro_token_budget, tokenizer)
         algo = RLAlgorithm(name=loss_name(loss), credit_assigner=ConstantCredit(1.0), loss=loss)
         worker = SerialWorker() if in_thread else None
@@ -117,7 +120,12 @@ class PyTorchTrainingBackend(TorchBackend):
         return super().forward_backward(batch, totals=totals)
 
     def _forward_backward_columns(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        micro_batches, totals = self._divide(batch)
+        if isinstance(adapted_loss(self.algo), FunctionLoss):
+            micro_batches: MicroBatches = [whole_micro_batch(batch, self.cfg.model_device)]
+            totals = None
+        else:
+            mini_batch = ColumnMiniBatch(ColumnRows.of(batch), self._column_config)
+            micro_batches, totals = mini_batch, mini_batch.totals
         result = self._forward_backward(micro_batches, totals)
         stats = combine_micro_stats(copy_to_host(result.micro_stats), result.micro_sizes)
         reduced = final_values(reduce_over_ranks(stats, self.cfg.model_device))
@@ -127,12 +135,6 @@ class PyTorchTrainingBackend(TorchBackend):
             metrics["grad_norm"] = self.gradient_norm()
         self._metrics |= metrics
         return metrics
-
-    def _divide(self, batch: Mapping[str, Any]) -> tuple[MicroBatches, BatchTotals | None]:
-        if isinstance(adapted_loss(self.algo), FunctionLoss):
-            return [whole_micro_batch(batch, self.cfg.model_device)], None
-        mini_batch = ColumnMiniBatch(ColumnRows.of(batch), self._column_config)
-        return mini_batch, mini_batch.totals
 
     @property
     def _column_config(self) -> TrainerConfig:
@@ -194,7 +196,12 @@ class PyTorchTrainingBackend(TorchBackend):
         Returns the folder, which vLLM and SGLang can load."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step ({step!r}) must be a whole number >= 0; the folder is named after it")
-        given, shared = _check_metrics(metrics or {}), self.is_sharded
+        for name, value in (metrics or {}).items():
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise DataError(f"metrics[{name!r}] ({type(value).__name__}) must be a number, text or a list of them") from error
+        given, shared = dict(metrics or {}), self.is_sharded
 
         def write(folder: Path | None) -> None:
             self.save(folder, step=step, metrics=given).wait()
@@ -222,15 +229,18 @@ class PyTorchTrainingBackend(TorchBackend):
             if folder is not None and ranks.rank() == 0:
                 if self.tokenizer is not None:
                     self.tokenizer.save_pretrained(folder)
-                write_json(folder / METADATA, self._describe(step, metrics or {}))
+                content: dict[str, Any] = {
+                    "step": self.weight_version if step is None else step,
+                    "optim_step": self.current_step,
+                    "weight_version": self.weight_version,
+                    "timestamp": time.time(),
+                    "metrics": {**self._metrics, **(metrics or {})},
+                }
+                if self.scheduler is not None:
+                    content["scheduler"] = _plain_values(self.scheduler.state_dict())
+                write_json(folder / METADATA, content)
 
         return self._run("save", compute)
-
-    def _describe(self, step: int | None, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        step = self.weight_version if step is None else step
-        content = {"step": step, "optim_step": self.current_step, "weight_version": self.weight_version}
-        scheduler = {} if self.scheduler is None else {"scheduler": _plain_values(self.scheduler.state_dict())}
-        return {**content, "timestamp": time.time(), "metrics": {**self._metrics, **metrics}, **scheduler}
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
         """Read what `save` wrote. With `optimizer`, also its state, the scheduler, the step and the
@@ -277,9 +287,7 @@ class PyTorchTrainingBackend(TorchBackend):
     def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
         reshard(self.model)
         state = self.model.state_dict()
-        wrong = sorted(state.keys() ^ weights.keys()) or [name for name in state if state[name].shape != weights[name].shape]
-        if wrong:
-            raise DataError(f"the weights do not fit the model: {', '.join(wrong[:8])} are missing, unknown or of another shape")
+        require_same_shapes(state, weights)
         for name, target in state.items():
             value = weights[name]
             if is_sharded(self.model):
@@ -326,8 +334,14 @@ def _make_config(
 ) -> TrainerConfig:
     """Settings of a `Trainer` around the backend. A loss that must see a batch whole has no limit
     on micro-batches."""
-    length = max_seq_len or _longest_sample(model)
+    limit = getattr(getattr(unwrap_transformer(model), "config", None), "max_position_embeddings", None)
+    length = max_seq_len or (LONGEST if limit is None else int(limit))
     whole = isinstance(loss, FunctionLoss)
+    if budget is not None and whole:
+        raise ConfigError(
+            f"micro_token_budget ({budget}) splits batches, and the loss function {loss_name(loss)} must see them whole; leave it out, "
+            "or pass a Loss, grpo_loss, ppo_loss or sft_loss"
+        )
     default = WITHOUT_LIMIT if whole else max(length, TrainerConfig.micro_token_budget)
     return TrainerConfig(
         model_device=str(device),
@@ -339,37 +353,11 @@ def _make_config(
     )
 
 
-def _longest_sample(model: nn.Module) -> int:
-    limit = getattr(getattr(unwrap_transformer(model), "config", None), "max_position_embeddings", None)
-    return LONGEST if limit is None else int(limit)
-
-
-def _check_budget(loss: Any, budget: int | None) -> None:
-    if budget is not None and isinstance(loss, FunctionLoss):
-        raise ConfigError(
-            f"micro_token_budget ({budget}) splits batches, and the loss function {loss_name(loss)} must see them whole; leave it out, "
-            "or pass a Loss, grpo_loss, ppo_loss or sft_loss"
-        )
-
-
-def _check_device(device: torch.device | str) -> torch.device:
-    checked = torch.device(device)
-    if checked.type == "cuda":
-        count = torch.cuda.device_count()
-        if (checked.index or 0) >= count:
-            raise ConfigError(
-                f"device ({checked}) must be one of the {count} CUDA devices that this process sees; check gpu_ranks"
-            )
-    return checked
-
-
-def _check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in metrics.items():
-        try:
-            json.dumps(value)
-        except TypeError as error:
-            raise DataError(f"metrics[{name!r}] ({type(value).__name__}) must be a number, text or a list of them") from error
-    return dict(metrics)
+def require_same_shapes(state: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raise DataError unless the weights have the names and shapes of the model's state dict."""
+    wrong = sorted(state.keys() ^ weights.keys()) or [name for name in state if state[name].shape != weights[name].shape]
+    if wrong:
+        raise DataError(f"the weights do not fit the model: {', '.join(wrong[:8])} are missing, unknown or of another shape")
 
 
 def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:

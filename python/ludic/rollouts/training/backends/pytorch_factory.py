@@ -45,7 +45,9 @@ def create_pytorch_backend(
     device = _choose_device(device_type, gpu_rank)
     if model is None:
         model = load_hf_model(str(model_name), parse_dtype(dtype), compute_device_map_single_gpu(device.type, gpu_rank))
-        if tokenizer is None and not _is_saved_without_tokenizer(Path(model_name)):
+        folder = Path(model_name)
+        has_tokenizer = not (folder / METADATA).is_file() or (folder / "tokenizer_config.json").is_file()
+        if tokenizer is None and has_tokenizer:
             tokenizer = load_tokenizer(str(model_name))
     else:
         model = model.to(device)
@@ -143,10 +145,6 @@ def create_warmup_cosine_scheduler(
         return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return LambdaLR(optimizer, factor)
-
-
-def _is_saved_without_tokenizer(folder: Path) -> bool:
-    return (folder / METADATA).is_file() and not (folder / "tokenizer_config.json").is_file()
 
 
 def _choose_device(device_type: str | None, gpu_rank: int) -> torch.device:

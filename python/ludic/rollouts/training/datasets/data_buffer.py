@@ -35,20 +35,16 @@ class DataBuffer:
     ) -> None:
         """`prompts`: texts, lists of messages, or rows with an answer. `epoch_id`, `sample_offset`:
         where to begin. `epochs`: number of passes. None means no end."""
-        self._check_prompts(prompts)
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
+            raise ConfigTypeError(f"prompts must be a list of prompts, not a {type(prompts).__name__}; one prompt is [prompt]")
+        if not prompts:
+            raise ConfigError("prompts is empty; a buffer needs at least one prompt")
         if epochs is not None and epochs < 1:
             raise ConfigError(f"epochs ({epochs}) must be at least 1; None passes over the prompts without end")
         self.prompts, self.seed, self.epochs = list(prompts), seed, epochs
         self._digests, self._incomparable = _digest_prefixes(self.prompts)
         self._passes = Passes(len(self.prompts), self._order)
         self._seek(self._passes, epoch_id, sample_offset)
-
-    @staticmethod
-    def _check_prompts(prompts: Sequence[Any]) -> None:
-        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
-            raise ConfigTypeError(f"prompts must be a list of prompts, not a {type(prompts).__name__}; one prompt is [prompt]")
-        if not prompts:
-            raise ConfigError("prompts is empty; a buffer needs at least one prompt")
 
     @property
     def position(self) -> int:
@@ -175,25 +171,19 @@ class DataBuffer:
 
 def _digest_prefixes(prompts: Sequence[Any]) -> tuple[bytes, DataError | None]:
     """(digests of the first 1, 2, ... prompts, one after another; the error of the first prompt
-    that has none). 10,000 prompts take 80 kB."""
+    that has none). 10,000 prompts take 80 kB. Objects that JSON cannot express count by their type
+    alone."""
     digest, prefixes = hashlib.blake2b(digest_size=_DIGEST_BYTES), bytearray()
-    try:
-        for index, prompt in enumerate(prompts):
-            digest.update(_to_bytes(prompt, index))
-            prefixes += digest.digest()
-    except DataError as error:
-        return bytes(prefixes), error
+    for index, prompt in enumerate(prompts):
+        try:
+            digest.update(json.dumps(prompt, sort_keys=True, default=_name_or_values).encode() + b"\n")
+        except (TypeError, ValueError) as error:
+            message = (
+                f"prompt {index} cannot be compared with a later run's ({error}); give text, messages or a row of JSON values"
+            )
+            return bytes(prefixes), DataError(message)
+        prefixes += digest.digest()
     return bytes(prefixes), None
-
-
-def _to_bytes(prompt: Any, index: int) -> bytes:
-    """One line of JSON. Objects that JSON cannot express count by their type alone."""
-    try:
-        return json.dumps(prompt, sort_keys=True, default=_name_or_values).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"prompt {index} cannot be compared with a later run's ({error}); give text, messages or a row of JSON values"
-        ) from error
 
 
 def _name_or_values(value: Any) -> Any:

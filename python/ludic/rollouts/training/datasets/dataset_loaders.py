@@ -75,19 +75,15 @@ def load_sft_dataset(
             continue
         sample.metadata = {"dataset": dataset_name, "index": index}
         samples.append(sample)
-    _report(dataset_name, left_out, len(samples))
+    reasons = "; ".join(f"{number} {reason}" for reason, number in left_out.items())
+    if not samples:
+        raise DataError(f"{dataset_name} has no row to train on: {reasons}")
+    if left_out:
+        logger.warning("%s: %d rows are used, others are left out: %s", dataset_name, len(samples), reasons)
     return samples
 
 
 _REASONS = {"prompt_too_long": "longer than max_length={max_length} tokens", "empty_response": "without an answer"}
-
-
-def _report(dataset_name: str, left_out: Counter[str], num_samples: int) -> None:
-    reasons = "; ".join(f"{number} {reason}" for reason, number in left_out.items())
-    if not num_samples:
-        raise DataError(f"{dataset_name} has no row to train on: {reasons}")
-    if left_out:
-        logger.warning("%s: %d rows are used, others are left out: %s", dataset_name, num_samples, reasons)
 
 
 def messages_of_row(row: Mapping[str, Any], where: str) -> list[Message] | None:
@@ -96,36 +92,33 @@ def messages_of_row(row: Mapping[str, Any], where: str) -> list[Message] | None:
         return _check_messages(row["messages"], where)
     for prompt, answer in (("prompt", "completion"), ("instruction", "output"), ("question", "answer")):
         if row.get(prompt) is not None and row.get(answer) is not None:
-            return _join(_with_input(row, prompt), row[answer], where)
+            with_input = prompt == "instruction" and row.get("input")
+            question = f"{row[prompt]}\n\n{row['input']}" if with_input else row[prompt]
+            return _to_messages(question, "user", where) + _to_messages(row[answer], "assistant", where)
     if row.get("conversations") is not None:
         return _check_messages(row["conversations"], where)
     return None
 
 
-def _with_input(row: Mapping[str, Any], prompt: str) -> Any:
-    """The prompt; an instruction with its input, if it has one."""
-    return f"{row[prompt]}\n\n{row['input']}" if prompt == "instruction" and row.get("input") else row[prompt]
-
-
-def _join(prompt: Any, answer: Any, where: str) -> list[Message]:
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _check_messages(prompt, where)
-    after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _check_messages(answer, where)
-    return before + after
+def _to_messages(value: Any, role: str, where: str) -> list[Message]:
+    """A text as one message of this role; messages as they are."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else _check_messages(value, where)
 
 
 def _check_messages(messages: Any, where: str) -> list[Message]:
     """The messages with `role` and `content`. Raises DataError for anything else."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise DataError(f'{where}: a conversation must be a list of {{"role": ..., "content": ...}}, not {messages!r:.80}')
-    return [_check_message(message, where) for message in messages]
-
-
-def _check_message(message: Message, where: str) -> Message:
-    if "role" in message:
-        return message
-    if "from" not in message or "value" not in message:
-        raise DataError(f"{where}: a message has the keys {', '.join(message)}; it must have role and content, or from and value")
-    return {"role": ROLES.get(message["from"], message["from"]), "content": message["value"]}
+    checked = []
+    for message in messages:
+        if "role" in message:
+            checked.append(message)
+        elif "from" in message and "value" in message:
+            checked.append({"role": ROLES.get(message["from"], message["from"]), "content": message["value"]})
+        else:
+            keys = ", ".join(message)
+            raise DataError(f"{where}: a message has the keys {keys}; it must have role and content, or from and value")
+    return checked
 
 
 def load_rl_prompts(

@@ -38,7 +38,12 @@ def tokenize_conversation(messages: Sequence[Message], tokenizer: Any, max_lengt
     an assistant message, and for a template under which its tokens cannot be found.
     """
     tokens = _tokenize_messages(messages, tokenizer, max_length, "the conversation", {})
-    return tokens.input_ids, _spans_without_loss(tokens.action_mask)
+    spans, start = [], 0
+    for value, run in groupby(tokens.action_mask):  # mask 0 0 1 0 has the spans (0, 2) and (3, 4)
+        end = start + len(list(run))
+        spans += [] if value else [(start, end)]
+        start = end
+    return tokens.input_ids, spans
 
 
 def compute_loss_mask(tokens: Sequence[int], user_message_spans: Sequence[Span]) -> list[float]:
@@ -83,35 +88,22 @@ def make_sample(
 def _tokenize_messages(
     messages: Sequence[Message], tokenizer: Any, max_length: int, where: str, template_kwargs: Mapping[str, Any]
 ) -> ChatTokens:
-    tokens = _render(messages, tokenizer, where, template_kwargs)
+    """With the tokenizer's chat template; without one, only a prompt and an answer, as text."""
+    if read_template(tokenizer):
+        tokens = ChatTokenizer(tokenizer, "all", template_kwargs).tokenize(messages, where=where)[0]
+    elif [message.get("role") for message in messages] == ["user", "assistant"]:
+        tokens = tokenize_prompt_completion(tokenizer, messages[0]["content"], messages[1]["content"], where)
+    else:
+        raise ConfigError(
+            f"{where} is a conversation, and the tokenizer has no chat template; set tokenizer.chat_template, or give rows of one "
+            "prompt and one answer"
+        )
     if len(tokens.input_ids) > max_length:
         raise RowError(
             f"{where} has {len(tokens.input_ids)} tokens, more than max_length ({max_length}); raise max_length, or leave it out",
             reason="prompt_too_long",
         )
     return tokens
-
-
-def _render(messages: Sequence[Message], tokenizer: Any, where: str, template_kwargs: Mapping[str, Any]) -> ChatTokens:
-    """With the tokenizer's chat template; without one, only a prompt and an answer, as text."""
-    if read_template(tokenizer):
-        return ChatTokenizer(tokenizer, "all", template_kwargs).tokenize(messages, where=where)[0]
-    if [message.get("role") for message in messages] != ["user", "assistant"]:
-        raise ConfigError(
-            f"{where} is a conversation, and the tokenizer has no chat template; set tokenizer.chat_template, or give rows of one "
-            "prompt and one answer"
-        )
-    return tokenize_prompt_completion(tokenizer, messages[0]["content"], messages[1]["content"], where)
-
-
-def _spans_without_loss(mask: Sequence[int]) -> list[Span]:
-    """Example: mask 0 0 1 0 has the spans (0, 2) and (3, 4)."""
-    spans, start = [], 0
-    for value, run in groupby(mask):
-        end = start + len(list(run))
-        spans += [] if value else [(start, end)]
-        start = end
-    return spans
 
 
 def export_samples_to_jsonl(samples: Sequence[Sample], output_path: str | Path, include_tokens: bool = False) -> None:
@@ -129,10 +121,9 @@ def load_samples_from_jsonl(input_path: str | Path, limit: int | None = None) ->
 def export_samples_to_huggingface_format(samples: Sequence[Sample], output_path: str | Path) -> None:
     """One conversation a line, `{"messages": [...], "metadata": {...}}`, which `load_sft_dataset`,
     `ludic sft` and the `datasets` library read."""
-    write_jsonl(output_path, ({"messages": _messages_of(sample), "metadata": sample.metadata} for sample in samples))
-
-
-def _messages_of(sample: Sample) -> list[Message]:
-    prompt = sample.prompt
-    before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    return [*before, {"role": "assistant", "content": sample.response}]
+    rows = []
+    for sample in samples:
+        prompt = sample.prompt if isinstance(sample.prompt, list) else [{"role": "user", "content": sample.prompt}]
+        messages = [*prompt, {"role": "assistant", "content": sample.response}]
+        rows.append({"messages": messages, "metadata": sample.metadata})
+    write_jsonl(output_path, rows)

@@ -55,7 +55,11 @@ class EnginePublisher(Publisher):
             await _do_on_rank_0(
                 f"syncing the weights of step {step}", lambda: sync_weights_to_engines(self._engines, str(folder))
             )
-            self._acknowledge(folder)
+            if folder.parent.name == FOLDER:  # it is of ours: delete others that no engine can need any more
+                self._acknowledged = [*(path for path in self._acknowledged if path != folder), folder][-KEPT:]
+                older = [path for path in sorted(folder.parent.glob("step_*")) if path not in self._acknowledged]
+                for path in older if ranks.rank() == 0 else ():
+                    delete_folder(path)
         if self._publishers:
             weights = await self._backend.export_weights()
 
@@ -102,16 +106,6 @@ class EnginePublisher(Publisher):
             if written is not None:
                 folder, described = written
                 write_manifest(folder, {"step": step}, described=described)
-
-    def _acknowledge(self, folder: Path) -> None:
-        """Delete folders of ours that no engine can need any more."""
-        if folder.parent.name != FOLDER:
-            return
-        self._acknowledged = [*(path for path in self._acknowledged if path != folder), folder][-KEPT:]
-        if ranks.rank() == 0:
-            for other in sorted(folder.parent.glob("step_*")):
-                if other not in self._acknowledged:
-                    delete_folder(other)
 
 
 def _gets_tensors(engine: Any) -> bool:

@@ -14,14 +14,7 @@ from ludic.errors import ConfigTypeError, DataError
 from ludic.rollouts.training.backends.columns import name_ratio_loss
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.rollouts.training.loops.engine_publisher import EnginePublisher
-from ludic.rollouts.training.loops.trainer_parts import (
-    LoopLog,
-    LoopSettings,
-    adapt_backend,
-    build_trainer,
-    reward_facts,
-    train_to_end,
-)
+from ludic.rollouts.training.loops.trainer_parts import LoopLog, adapt_backend, build_trainer, reward_facts
 from ludic.rollouts.training.rl_losses import compute_group_advantages
 from ludic.rollouts.training.samples import batch_of_samples, check_sample, check_sampled_logps
 from ludic.rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample
@@ -59,16 +52,7 @@ async def run_rl_training(
     already; with several ranks, the manager of rank 0 generates for all. `metrics_logger` gets
     every `log_every`-th step, and is finished whatever happens.
     """
-    settings = LoopSettings(
-        config.num_steps,
-        config.log_every,
-        config.checkpoint_every,
-        config.seed,
-        config.sync_every if inference_engines else 1,  # samples are of the weights in this process
-        config.epochs_per_batch,
-        config.minibatches_per_batch,
-    )
-    log = LoopLog(backend, settings, metrics_logger)
+    log = LoopLog(config, metrics_logger)
     try:
         if rollout_manager.data_buffer is not data_buffer:
             raise ConfigTypeError("data_buffer is not rollout_manager's; pass the buffer that the manager was made with")
@@ -77,12 +61,22 @@ async def run_rl_training(
         publisher = EnginePublisher(trained, inference_engines or (), rollout_manager)
         ratio_loss = name_ratio_loss(backend.algo.loss) if isinstance(backend, PyTorchTrainingBackend) else None
         source = ManagerSource(rollout_manager, credit, publisher, ratio_loss)
-        trainer = build_trainer(trained, source, log, publisher=publisher, credit=credit, resume=resume)
+        trainer = build_trainer(
+            trained,
+            source,
+            log,
+            publisher=publisher,
+            credit=credit,
+            resume=resume,
+            sync_every_steps=config.sync_every if inference_engines else 1,  # samples are of the weights in this process
+            epochs_per_batch=config.epochs_per_batch,
+            minibatches_per_batch=config.minibatches_per_batch,
+        )
         rollout_manager.limit(max(0, config.num_steps - trainer.current_step))
         async with AsyncExitStack() as stack:
             if ranks.rank() == 0 and not rollout_manager.is_entered:
                 await stack.enter_async_context(rollout_manager)
-            return await train_to_end(trainer, log, source)
+            return await log.train(trainer, source)
     finally:
         log.finish()
 

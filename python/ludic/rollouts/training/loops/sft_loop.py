@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ludic.errors import ConfigError, DataError
-from ludic.rollouts.training.loops.trainer_parts import LoopLog, LoopSettings, adapt_backend, build_trainer, train_to_end
+from ludic.rollouts.training.loops.trainer_parts import LoopLog, adapt_backend, build_trainer
 from ludic.rollouts.training.samples import check_sample, item_of_sample
 from ludic.rollouts.training.types import Sample, SFTTrainingConfig
 from ludic.training.batching.epochs import ItemBatchSource
@@ -26,15 +26,14 @@ async def run_sft_training(
     newest, as if it had not stopped. `metrics_logger` gets every `log_every`-th step, and is
     finished whatever happens. Raises DataError for samples that cannot be trained on.
     """
-    settings = LoopSettings(config.num_steps, config.log_every, config.checkpoint_every, config.seed)
-    log = LoopLog(backend, settings, metrics_logger)
+    log = LoopLog(config, metrics_logger)
     try:
         items = [item_of_sample(sample, place=place) for place, sample in enumerate(samples)]
         for item in items:
             item.meta |= {"reward": None, "total_reward": None}  # a demonstration is not rewarded
         source = SampleSource(items, batch_size=config.batch_size, seed=config.seed, name="sft")
-        trainer = build_trainer(adapt_backend(backend), source, log, resume=resume)
-        return await train_to_end(trainer, log, source)
+        trainer = build_trainer(adapt_backend(backend), source, log, resume=resume, sync_every_steps=0)
+        return await log.train(trainer, source)
     finally:
         log.finish()
 

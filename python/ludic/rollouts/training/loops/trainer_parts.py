@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ludic.files.checkpoints import STATE
 from ludic.rollouts.training.backends.foreign import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import WITHOUT_LIMIT, PyTorchTrainingBackend
 from ludic.rollouts.training.metrics import ResumableLogger
+from ludic.rollouts.training.types import RLTrainingConfig, SFTTrainingConfig
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.shared_batches import SharedBatches
@@ -42,19 +44,6 @@ LOG_BEGIN = "log_begin.json"
 killed before its first checkpoint."""
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """What both loops set."""
-
-    num_steps: int
-    log_every: int
-    checkpoint_every: int
-    seed: int
-    sync_every: int = 0
-    epochs_per_batch: int = 1
-    minibatches_per_batch: int = 1
-
-
 class OwnLoss(Loss):
     """The loss of a backend that has its own. `Trainer` never computes it."""
 
@@ -72,15 +61,18 @@ def build_trainer(
     publisher: Any = None,
     credit: CreditAssigner | None = None,
     resume: bool = False,
+    **settings: Any,
 ) -> LoopTrainer:
     """The trainer of a loop. With `resume` it goes on from the newest checkpoint of the backend, if
-    there is one, and what was logged after it is removed."""
-    settings = log.settings
+    there is one, and what was logged after it is removed. `settings`: fields of `TrainerConfig`."""
     own = backend if isinstance(backend, PyTorchTrainingBackend) else None
     base = own.cfg if own else TrainerConfig(**FOREIGN_SETTINGS)
     trained: Any = backend
     loss = own.algo.loss if own else OwnLoss()
-    checkpointer = make_checkpointer(own, settings.checkpoint_every) if own else None
+    checkpointer = None
+    if own:
+        every, keep = log.config.checkpoint_every, own.checkpoints.cfg.max_to_keep
+        checkpointer = CheckpointManager(CheckpointConfig(own.checkpoint_dir, every_n_steps=every, max_to_keep=keep))
     folder = find_checkpoint(checkpointer) if resume else None
     trainer = LoopTrainer(
         log,
@@ -88,17 +80,11 @@ def build_trainer(
         algo=RLAlgorithm(name=own.algo.name if own else "foreign", credit_assigner=credit or ConstantCredit(1.0), loss=loss),
         batch_source=SharedBatches(source) if ranks.is_distributed() else source,
         publisher=publisher,
-        cfg=replace(
-            base,
-            sync_every_steps=0 if publisher is None else settings.sync_every,
-            epochs_per_batch=settings.epochs_per_batch,
-            minibatches_per_batch=settings.minibatches_per_batch,
-            seed=settings.seed,
-        ),
+        cfg=replace(base, seed=log.config.seed, **settings),
         backend=trained,
         checkpointer=checkpointer,
         resume_from=folder,
-        total_training_steps=settings.num_steps,
+        total_training_steps=log.config.num_steps,
     )
     if checkpointer is not None and ranks.rank() == 0:
         begin = checkpointer.root / LOG_BEGIN
@@ -106,8 +92,10 @@ def build_trainer(
             log.cut(read_json(Path(folder) / STATE).get(LOG), trainer.current_step)
         elif resume and begin.exists():  # killed before its first checkpoint
             log.cut(read_json(begin).get(LOG), 0)
+        elif (mark := log.mark()) is not None:
+            write_json(begin, {LOG: mark})
         else:
-            log.note_begin(begin)
+            begin.unlink(missing_ok=True)
     return trainer
 
 
@@ -130,11 +118,6 @@ FOREIGN_SETTINGS: dict[str, Any] = {
 }
 
 
-def make_checkpointer(backend: PyTorchTrainingBackend, every: int) -> CheckpointManager:
-    keep = backend.checkpoints.cfg.max_to_keep
-    return CheckpointManager(CheckpointConfig(backend.checkpoint_dir, every_n_steps=every, max_to_keep=keep))
-
-
 def find_checkpoint(checkpointer: CheckpointManager | None) -> str | None:
     """The newest undamaged checkpoint; None, with a warning, if there is none to resume."""
     if checkpointer is None:
@@ -148,156 +131,111 @@ def find_checkpoint(checkpointer: CheckpointManager | None) -> str | None:
     return str(checkpointer.find())
 
 
-@dataclass
+@contextmanager
+def _logs_errors(message: str, *values: Any) -> Iterator[None]:
+    """An error of the body is logged, and the run goes on."""
+    try:
+        yield
+    except Exception:
+        logger.exception(message, *values)
+
+
 class LoopLog:
     """The metrics of a run: one mapping for each step, of which every `log_every`-th and the last
-    go to the logger."""
+    go to the metrics logger. It is the trainer's logger too, so that each step is added before its
+    checkpoint is written."""
 
-    backend: Any
-    settings: LoopSettings
-    metrics_logger: Any = None
-    steps: list[dict[str, float]] = field(default_factory=list)
-    logged: int = 0
+    def __init__(self, config: SFTTrainingConfig | RLTrainingConfig, metrics_logger: Any = None) -> None:
+        self.config, self.metrics_logger = config, metrics_logger
+        self.steps: list[dict[str, float]] = []
+        self.logged = 0
 
-    async def record(self, trainer: Trainer, stats: Mapping[str, float], facts: Mapping[str, float]) -> None:
+    async def train(self, trainer: Trainer, source: Any) -> list[dict[str, float]]:
+        """Train up to `num_steps` steps in all, or until the data end. Returns the metrics of the
+        steps that this process took. `source.facts()` belong to its last batch. A failure to
+        generate or to publish loses no step: the last one is saved before the error is raised."""
+        self.trainer, self.source = trainer, source
+        trainer.train_logger = self
+        begun = trainer.current_step
+        try:
+            if begun < self.config.num_steps:
+                await trainer.train(self.config.num_steps - begun, log_fn=self._record)
+        except RequestsExhausted as error:
+            logger.info("the data ended after %d of %d steps: %s", trainer.current_step, self.config.num_steps, error)
+        except (PublishError, RolloutError, RolloutAborted):  # others may leave the weights in doubt
+            if trainer.current_step > begun:
+                self._write_last()
+                with _logs_errors("step %d could not be saved after the run had failed", trainer.current_step):
+                    await self._save()
+            raise
+        self._write_last()
+        if self.steps:
+            await self._save()  # first: a publication that fails loses no step
+            if trainer.sync_every_steps and trainer.current_step % trainer.sync_every_steps:
+                await trainer.publish()
+        return self.steps
+
+    async def _record(self, stats: Mapping[str, float]) -> None:
         """Add a step, unless it is added, and have a backend that is not ours save it if that is
         due."""
-        step = trainer.current_step
+        step, backend = self.trainer.current_step, self.trainer.backend
         if not self.steps or self.steps[-1]["step"] != step:
-            self.add(trainer, stats, facts)
-        if isinstance(trainer.backend, ForeignBackend) and step % self.settings.checkpoint_every == 0:
+            self.log(step, stats)
+        if isinstance(backend, ForeignBackend) and step % self.config.checkpoint_every == 0:
             self.sync()
-            await trainer.backend.save_checkpoint(step, self.steps[-1])
+            await backend.save_checkpoint(step, self.steps[-1])
 
-    def add(self, trainer: Trainer, stats: Mapping[str, float], facts: Mapping[str, float]) -> None:
-        """Add a step, and log it if due. `facts` belong to its batch."""
-        step = trainer.current_step
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        """Add a step, and log it if due."""
+        backend: Any = self.trainer.backend
+        taken = backend.last_step.get("step", step) if isinstance(backend, ForeignBackend) else backend.current_step
         plain = {name: float(stats[key]) for key, name in PLAIN_KEYS.items() if key in stats and math.isfinite(stats[key])}
-        metrics = {**stats, **plain, **facts, "step": step, "optim_step": self._optimizer_step(trainer)}
-        self.steps.append(metrics)
-        if step % self.settings.log_every == 0 or step == self.settings.num_steps:
-            self._write(metrics)
+        self.steps.append({**stats, **plain, **self.source.facts(), "step": step, "optim_step": taken})
+        if step % self.config.log_every == 0 or step == self.config.num_steps:
+            self._write(self.steps[-1])
 
     def sync(self) -> None:
         """Write the log to disk."""
         if isinstance(self.metrics_logger, ResumableLogger):
-            try:
+            with _logs_errors("the metrics logger could not be synced at step %d; training goes on", self.logged):
                 self.metrics_logger.sync()
-            except Exception:
-                logger.exception("the metrics logger could not be synced at step %d; training goes on", self.logged)
 
     def mark(self) -> Any:
         """How much was logged, as a JSON value; None if the logger cannot say."""
         if isinstance(self.metrics_logger, ResumableLogger):
-            try:
+            with _logs_errors("the metrics logger has no mark at step %d; training goes on", self.logged):
                 return self.metrics_logger.mark()
-            except Exception:
-                logger.exception("the metrics logger has no mark at step %d; training goes on", self.logged)
         return None
-
-    def note_begin(self, path: Path) -> None:
-        """Write to `path` how much was logged before the run."""
-        mark = self.mark()
-        if mark is None:
-            path.unlink(missing_ok=True)
-        else:
-            write_json(path, {LOG: mark})
 
     def cut(self, mark: Any, step: int) -> None:
         """Remove what was logged after the mark of the checkpoint of `step`."""
         if isinstance(self.metrics_logger, ResumableLogger) and mark is not None:
-            try:
+            with _logs_errors("lines after step %d could not be removed from the log; they will be there twice", step):
                 self.metrics_logger.cut(mark, step)
-            except Exception:
-                logger.exception("lines after step %d could not be removed from the log; they will be there twice", step)
-
-    @staticmethod
-    def _optimizer_step(trainer: Trainer) -> float:
-        backend = trainer.backend
-        if isinstance(backend, ForeignBackend):
-            return backend.last_step.get("step", trainer.current_step)
-        assert isinstance(backend, PyTorchTrainingBackend)
-        return backend.current_step
 
     def _write(self, metrics: dict[str, float]) -> None:
         self.logged = int(metrics["step"])
-        if self.metrics_logger is None:
-            return
-        try:
-            self.metrics_logger.log(metrics, step=self.logged)
-        except Exception:
-            logger.exception("the metrics logger failed at step %d; training goes on", self.logged)
-
-    async def end(self, trainer: Trainer) -> None:
-        """Log the last step, then save and publish its weights unless that is done."""
-        self._write_last()
-        if not self.steps:
-            return
-        await self._save(trainer)  # first: a publication that fails loses no step
-        if trainer.sync_every_steps and trainer.current_step % trainer.sync_every_steps:
-            await trainer.publish()
-
-    async def end_early(self, trainer: Trainer) -> None:
-        """Log the last step and save it, after an error that has left the weights as they are. If
-        that fails too, the log says so."""
-        self._write_last()
-        try:
-            await self._save(trainer)
-        except Exception:
-            logger.exception("step %d could not be saved after the run had failed", trainer.current_step)
+        if self.metrics_logger is not None:
+            with _logs_errors("the metrics logger failed at step %d; training goes on", self.logged):
+                self.metrics_logger.log(metrics, step=self.logged)
 
     def _write_last(self) -> None:
         if self.steps and self.logged != self.steps[-1]["step"]:
             self._write(self.steps[-1])
 
-    async def _save(self, trainer: Trainer) -> None:
+    async def _save(self) -> None:
         """Save the current step, unless it is saved."""
-        if not isinstance(trainer.backend, ForeignBackend):
-            await trainer.ensure_checkpoint()
-        else:
+        trainer = self.trainer
+        if isinstance(trainer.backend, ForeignBackend):
             await trainer.backend.save_checkpoint(trainer.current_step, self.steps[-1] if self.steps else {})
+        else:
+            await trainer.ensure_checkpoint()
 
     def finish(self) -> None:
         """End the metrics logger. If it fails, the run has still ended well."""
-        if self.metrics_logger is None:
-            return
-        try:
-            self.metrics_logger.finish()
-        except Exception:
-            logger.exception("the metrics logger could not finish")
-
-
-class _BeforeCheckpoints:
-    """Adds each step to the log before its checkpoint is written. A `SyncedLogger`."""
-
-    def __init__(self, trainer: Trainer, log: LoopLog, source: Any) -> None:
-        self._trainer, self._log, self._source = trainer, log, source
-
-    def log(self, step: int, stats: Mapping[str, float]) -> None:
-        self._log.add(self._trainer, stats, self._source.facts())
-
-    def sync(self) -> None:
-        self._log.sync()
-
-
-async def train_to_end(trainer: Trainer, log: LoopLog, source: Any) -> list[dict[str, float]]:
-    """Train up to `num_steps` steps in all, or until the data end. Returns the metrics of the
-    steps that this process took. `source.facts()` belong to its last batch. A failure to
-    generate or to publish loses no step: the last one is saved before the error is raised."""
-    trainer.train_logger = _BeforeCheckpoints(trainer, log, source)
-    begun = trainer.current_step
-    remaining = log.settings.num_steps - begun
-    try:
-        if remaining > 0:
-            await trainer.train(remaining, log_fn=lambda stats: log.record(trainer, stats, source.facts()))
-    except RequestsExhausted as error:
-        logger.info("the data ended after %d of %d steps: %s", trainer.current_step, log.settings.num_steps, error)
-    except (PublishError, RolloutError, RolloutAborted):  # others may leave the weights in doubt
-        if trainer.current_step > begun:
-            await log.end_early(trainer)
-        raise
-    await log.end(trainer)
-    return log.steps
+        if self.metrics_logger is not None:
+            with _logs_errors("the metrics logger could not finish"):
+                self.metrics_logger.finish()
 
 
 def reward_facts(rewards: Sequence[float]) -> dict[str, float]:

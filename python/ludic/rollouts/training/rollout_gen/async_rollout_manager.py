@@ -23,7 +23,6 @@ from ludic.rollouts.training.rollout_gen.rollout_generation import (
     copy_prompt,
     epoch_of,
     is_accepted,
-    is_coroutine_function,
     name_of_function,
     to_reward,
 )
@@ -37,9 +36,10 @@ from ludic.rollouts.training.rollout_gen.saved_groups import (
 )
 from ludic.rollouts.training.samples import check_sample, name_sample
 from ludic.rollouts.training.types import RewardFn, RolloutBatch, RolloutConfig, Sample, SampleStatus
+from ludic.training.reward_deadline import is_coroutine_function
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.group_ledger import Group, PoolCounts, check_number, damaged
-from ludic.training.rollouts.group_pool import GroupBatch, GroupPool, Ticket
+from ludic.training.rollouts.group_pool import GroupPool, Ticket
 from ludic.training.rollouts.member_calls import MemberInterrupted, seed_of_member
 
 __all__ = ["AsyncRolloutManager", "RolloutAborted", "generate_rollout_batch"]
@@ -92,14 +92,13 @@ class AsyncRolloutManager:
         self._prompts = BufferedPrompts(data_buffer)
         most_kept = math.ceil(config.batch_size * config.over_sampling_factor) * config.n_samples_per_prompt
         self._sampling = Sampling(config, rollout_kwargs or {}, most_kept=most_kept)
-        self._members_per_group = 1 if config.group_calls else config.n_samples_per_prompt
         concurrency = config.max_concurrency or (MOST_THREADS if self._sampling.runs_in_threads else None)
         self._pool = GroupPool(
             play=self._play,
             accept=self._accept,
             prompts=self._prompts,
             groups_per_batch=config.batch_size,
-            members_per_group=self._members_per_group,
+            members_per_group=1 if config.group_calls else config.n_samples_per_prompt,
             over_sampling_factor=config.over_sampling_factor,
             max_lag=config.max_lag,
             order=config.order,
@@ -118,7 +117,7 @@ class AsyncRolloutManager:
         self.is_entered = False
         """Whether this is inside `async with`."""
         if partial_samples:
-            self._pool.load_state_dict(self._state_of(partial_samples, step_count=0))
+            self._pool.load_state_dict(state_of_samples(partial_samples, config, step_count=0))
         if self._pool.max_lag:
             logger.info("prompts are trained at most max_lag=%d batches after they were begun", self._pool.max_lag)
 
@@ -179,28 +178,21 @@ class AsyncRolloutManager:
         check_reward_function(reward_fn)
         self._sampling.reward_fn = reward_fn or self.config.reward_fn
         try:
-            batch = None if self._misuse is not None else await self._pool.next_batch()
+            groups = None if self._misuse is not None else await self._pool.next_batch()
         except RolloutAborted:
             if self._misuse is None:
                 raise
-            batch = None
-        if batch is None:
-            raise self._end_misuse()
-        return self._convert(batch)
-
-    def _end_misuse(self) -> BaseException:
-        """The error of a function that returned something of the wrong form."""
-        misuse, self._misuse = self._misuse, None
-        assert misuse is not None
-        if not self._is_aborted:
-            self._pool.resume()
-        return misuse
-
-    def _convert(self, batch: GroupBatch) -> RolloutBatch:
-        samples = [sample for group in batch for sample in _samples_of(group)]
-        converted = convert_to_batch(samples, epoch_id=epoch_of(self.data_buffer), step_id=batch.number)
-        converted.metadata |= {"lags": batch.lags, "rejected": batch.rejected, "lost": batch.lost, "retried": batch.retried}
-        return converted
+            groups = None
+        if groups is None:  # a function returned something of the wrong form
+            misuse, self._misuse = self._misuse, None
+            assert misuse is not None
+            if not self._is_aborted:
+                self._pool.resume()
+            raise misuse
+        samples = [sample for group in groups for sample in _samples_of(group)]
+        batch = convert_to_batch(samples, epoch_id=epoch_of(self.data_buffer), step_id=groups.number)
+        batch.metadata |= {"lags": groups.lags, "rejected": groups.rejected, "lost": groups.lost, "retried": groups.retried}
+        return batch
 
     def request_abort(self) -> None:
         """Cancel all calls, from any thread or a signal handler. `generate_batch`, now or when it
@@ -241,10 +233,13 @@ class AsyncRolloutManager:
         version = state.get("weight_version", 0)
         check_number("step_count", state["step_count"])
         check_number("weight_version", version)
-        pool_state = self._join(state)
+        if "ledger" in state:
+            pool_state = join_state(state["partial_samples"], state["ledger"], self.config.n_samples_per_prompt)
+        else:
+            samples = [Sample.from_dict(data) for data in state["partial_samples"]]
+            pool_state = state_of_samples(samples, self.config, step_count=state["step_count"])
         if pool_state.get("batch") != state["step_count"]:
             raise damaged(f"step_count is {state['step_count']}, and the ledger belongs to batch {pool_state.get('batch')}")
-        self._pool.read_state(pool_state)
         before = self.data_buffer.save_state()
         try:
             self._prompts.load(state["buffer_state"])
@@ -254,21 +249,6 @@ class AsyncRolloutManager:
             raise
         self._sampling.forget()
         self._sampling.weight_version = version
-
-    def _join(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        if "ledger" in state:
-            return join_state(state["partial_samples"], state["ledger"], self.config.n_samples_per_prompt)
-        samples = [Sample.from_dict(data) for data in state["partial_samples"]]
-        return self._state_of(samples, step_count=state["step_count"])
-
-    def _state_of(self, samples: Sequence[Sample], *, step_count: int) -> dict[str, Any]:
-        return state_of_samples(
-            samples,
-            step_count=step_count,
-            groups_per_batch=self.config.batch_size,
-            samples_per_group=self.config.n_samples_per_prompt,
-            members_per_group=self._members_per_group,
-        )
 
     async def _play(self, ticket: Ticket) -> Member:
         try:
@@ -326,16 +306,12 @@ class Sampling:
         """`most_kept`: how many samples without reward are kept at most."""
         self._config = config
         self._calls = GenerateCalls(config.generate_fn, rollout_kwargs)
-        self._is_plain = not is_coroutine_function(config.generate_fn)
+        self.runs_in_threads = not is_coroutine_function(config.generate_fn)
+        """Whether each call takes a thread: `generate_fn` is a plain function."""
         self._most_kept = most_kept
         self._unrewarded: OrderedDict[tuple[int, int], list[Sample]] = OrderedDict()
         self.reward_fn: RewardFn | None = config.reward_fn
         self.weight_version = 0
-
-    @property
-    def runs_in_threads(self) -> bool:
-        """Whether each call takes a thread: `generate_fn` is a plain function."""
-        return self._is_plain
 
     async def play(self, ticket: Ticket) -> Member:
         """Sample and reward one member. Raises MisuseError for an answer of the wrong form,
@@ -347,16 +323,13 @@ class Sampling:
         try:
             await self._reward(samples)
         except BaseException:
-            self._keep(key, samples)
+            self._unrewarded[key] = samples
+            while len(self._unrewarded) > self._most_kept:
+                self._unrewarded.popitem(last=False)
             raise
         for place, sample in enumerate(samples):
             _misuse(DataError, partial(check_sample, sample, place))
         return samples if self._config.group_calls else samples[0]
-
-    def _keep(self, key: tuple[int, int], samples: list[Sample]) -> None:
-        self._unrewarded[key] = samples
-        while len(self._unrewarded) > self._most_kept:
-            self._unrewarded.popitem(last=False)
 
     def forget(self) -> None:
         """Forget the members without reward, because the pool begins from another state."""
@@ -372,7 +345,7 @@ class Sampling:
         for sample in before or ():
             sample.status = SampleStatus.PENDING
         call = partial(self._calls, prompts, seeds=seeds, partial=begun, weight_version=version)
-        answer = await await_if_needed(await self._call_in_thread(call) if self._is_plain else call())
+        answer = await await_if_needed(await self._call_in_thread(call) if self.runs_in_threads else call())
         samples = _misuse(DataError, lambda: self._calls.check(answer, prompts))
         for place, (sample, member) in enumerate(zip(samples, members, strict=True)):
             first = version if before is None else before[place].metadata["weight_version"]

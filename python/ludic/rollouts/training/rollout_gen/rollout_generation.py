@@ -13,6 +13,7 @@ from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, Re
 from ludic.interaction.containment import describe_error
 from ludic.rollouts.training.samples import check_sample
 from ludic.rollouts.training.types import RolloutBatch, RolloutConfig, Sample
+from ludic.training.reward_deadline import is_coroutine_function
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.member_calls import seed_of_member
 
@@ -40,38 +41,33 @@ def generate_rollout_batches(data_buffer: Any, config: RolloutConfig, **rollout_
 
 
 def _generate_batches(data_buffer: Any, config: RolloutConfig, calls: GenerateCalls) -> Iterator[RolloutBatch]:
-    step, ordinal, empty = 0, 0, 0
+    n, step, ordinal, empty = config.n_samples_per_prompt, 0, 0, 0
     while True:
         epoch = epoch_of(data_buffer)
         try:
             prompts = data_buffer.get_prompts(config.batch_size)
         except RequestsExhausted:
             return
-        samples = apply_sample_transforms(_generate(calls, config, prompts, ordinal), config)
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        seeds = [seed_of_member(config.seed, ordinal + i // n, i % n) for i in range(len(repeated))]
+        answer = calls(repeated, seeds=seeds)
+        if inspect.isawaitable(answer):
+            _refuse_coroutine(config.generate_fn, answer)
+        samples = calls.check(answer, repeated)
+        for i, sample in enumerate(samples):
+            sample.group_index, sample.index = ordinal + i // n, ordinal * n + i
+        samples = apply_sample_transforms(samples, config)
         ordinal += len(prompts)
         empty = 0 if samples else empty + 1
         if empty >= config.patience:
+            name = "no filter" if config.filter_fn is None else name_of_filter(config.filter_fn)
             raise RolloutError(
-                f"{_name_filter(config)} refused all groups of {empty} batches in a row; relax the filter, use prompts of other "
+                f"{name} refused all groups of {empty} batches in a row; relax the filter, use prompts of other "
                 "difficulty, or raise patience"
             )
         if samples:
             yield convert_to_batch(samples, epoch_id=epoch, step_id=step)
             step += 1
-
-
-def _generate(calls: GenerateCalls, config: RolloutConfig, prompts: Sequence[Any], first: int) -> list[Sample]:
-    """One sample for each prompt and repetition; the groups are numbered from `first` on."""
-    n = config.n_samples_per_prompt
-    repeated = [prompt for prompt in prompts for _ in range(n)]
-    seeds = [seed_of_member(config.seed, first + i // n, i % n) for i in range(len(repeated))]
-    answer = calls(repeated, seeds=seeds)
-    if inspect.isawaitable(answer):
-        _refuse_coroutine(config.generate_fn, answer)
-    samples = calls.check(answer, repeated)
-    for i, sample in enumerate(samples):
-        sample.group_index, sample.index = first + i // n, first * n + i
-    return samples
 
 
 def epoch_of(data_buffer: Any) -> int:
@@ -109,14 +105,10 @@ def is_accepted(group: list[Sample], config: RolloutConfig) -> bool:
         if inspect.iscoroutine(answer):
             answer.close()
         raise ConfigTypeError(
-            f"{_name_filter(config)} is a coroutine function; a filter is a plain function of the samples of one prompt, since it must "
-            "judge a group without waiting. Slow judgements belong in reward_fn"
+            f"{name_of_filter(config.filter_fn)} is a coroutine function; a filter is a plain function of the samples of one prompt, "
+            "since it must judge a group without waiting. Slow judgements belong in reward_fn"
         )
     return bool(answer)
-
-
-def _name_filter(config: RolloutConfig) -> str:
-    return "no filter" if config.filter_fn is None else name_of_filter(config.filter_fn)
 
 
 def _refuse_coroutine(function: Any, answer: Any = None) -> None:
@@ -179,21 +171,17 @@ class GenerateCalls:
     def __init__(self, generate_fn: Callable[..., Any], rollout_kwargs: Mapping[str, Any]) -> None:
         self._generate, self._rollout_kwargs = generate_fn, dict(rollout_kwargs)
         self.name = name_of_function(generate_fn)
-        signature = _read_signature(generate_fn)
+        try:
+            signature = inspect.signature(generate_fn)
+        except (TypeError, ValueError):  # of functions that do not tell, such as some of C
+            signature = None
         named = () if signature is None else signature.parameters
         self._takes = {name for name in OFFERED if name in named and name not in self._rollout_kwargs}
-        if signature is not None:
-            self._check_arguments(signature)
-
-    @property
-    def takes_partial(self) -> bool:
+        self.takes_partial = "partial" in self._takes
         """Whether the function can go on with a sample that was interrupted."""
-        return "partial" in self._takes
-
-    def _check_arguments(self, signature: inspect.Signature) -> None:
-        offered = dict.fromkeys(self._takes)
         try:
-            signature.bind([], **self._rollout_kwargs, **offered)
+            if signature is not None:
+                signature.bind([], **self._rollout_kwargs, **dict.fromkeys(self._takes))
         except TypeError as error:
             raise ConfigTypeError(
                 f"{self.name}{signature} cannot be called as generate_fn(prompts{''.join(f', {name}=' for name in self._rollout_kwargs)}): "
@@ -220,14 +208,6 @@ class GenerateCalls:
         return list(samples)
 
 
-def is_coroutine_function(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: also for `functools.partial` and for an object with
-    `async def __call__`."""
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 def name_of_function(function: Callable[..., Any]) -> str:
     """Its name for messages."""
     while isinstance(function, partial):
@@ -251,14 +231,6 @@ def to_reward(value: Any, name: str) -> float:
         raise ConfigError(
             f"{name} returned {_describe(value)}; a reward function is called with one Sample and returns its reward, a number"
         ) from error
-
-
-def _read_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for functions that do not tell, such as some of C."""
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
 
 
 def _describe(value: Any) -> str:

@@ -22,8 +22,9 @@ from typing import Any
 from ludic.errors import ConfigError, DataError
 from ludic.rollouts.training.packed_columns import COLUMNS
 from ludic.rollouts.training.samples import check_sample
-from ludic.rollouts.training.types import Sample, SampleStatus
+from ludic.rollouts.training.types import RolloutConfig, Sample, SampleStatus
 from ludic.training.rollouts.group_ledger import FORMAT, MemberCodec, check_number, damaged
+from ludic.types import is_list_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,16 +74,11 @@ def _decode_sample(data: Any) -> Sample:
         raise DataError(f"{data!r:.100} has not the fields of a sample")
     sample = Sample.from_dict(data)
     texts_and_facts = isinstance(sample.response, str) and isinstance(sample.metadata, dict)
-    if not texts_and_facts or not all(is_number(number) for number in (sample.index, sample.group_index)):
+    if not texts_and_facts or not is_list_of([sample.index, sample.group_index], int):
         raise DataError("response must be text, metadata a mapping, and index and group_index whole numbers")
     if sample.status is not SampleStatus.ABORTED:
         check_sample(sample)
     return sample
-
-
-def is_number(value: Any) -> bool:
-    """Whether this is a whole number."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def members_samples(member: Member) -> list[Sample]:
@@ -126,13 +122,13 @@ def join_state(partial: Any, ledger: Any, samples_per_group: int) -> dict[str, A
     return {**ledger, "groups": [{"members": members.get(group["ordinal"]), **group} for group in groups]}
 
 
-def state_of_samples(
-    samples: Sequence[Sample], *, step_count: int, groups_per_batch: int, samples_per_group: int, members_per_group: int
-) -> dict[str, Any]:
+def state_of_samples(samples: Sequence[Sample], config: RolloutConfig, *, step_count: int) -> dict[str, Any]:
     """The state of a pool that holds these samples as arrived groups and nothing else. Samples of a
     group that is not complete are dropped, with a warning."""
+    samples_per_group = config.n_samples_per_prompt
+    members_per_group = 1 if config.group_calls else samples_per_group
     complete = _complete_groups(samples, samples_per_group)
-    first = step_count * groups_per_batch  # as if each batch before had taken the groups that it gave
+    first = step_count * config.batch_size  # as if each batch before had taken the groups that it gave
     groups = []
     for ordinal, group in enumerate(complete, first):
         for member, sample in enumerate(group):
