@@ -42,7 +42,7 @@ PROTOCOLS = {
     "an optional member of such an object": """
         ClosableLogger HasActorLogps ProblemList ReadsTokenIds Stateful SyncedLogger TakesWeights ToolContext""",
     "two or more of ours": """
-        Addressed BatchSelection CompletesTokens End Engine EpochsParts GameText GroupLog Packing Place
+        Addressed BatchSelection CompletesTokens End Engine EpochsParts GameText GroupLog Place
         RewardWeightsClient RowReader RunParts Running StoreText Transport WeightSource""",
     "one of ours, of a higher layer": "HasTensors",
 }
