@@ -42,8 +42,7 @@ PROTOCOLS = {
     "an optional member of such an object": """
         ClosableLogger HasActorLogps ReadsTokenIds Stateful SyncedLogger""",
     "two or more of ours": """
-        Addressed CompletesTokens GroupLog Packing RewardWeightsClient Running Transport
-        WeightSource""",
+        Addressed CompletesTokens GroupLog RewardWeightsClient Running Transport WeightSource""",
     "one of ours, of a higher layer": "HasTensors",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""

@@ -113,7 +113,7 @@ def find_disorder():
     """Rank 0 gets a batch while the others wait for it to finish its pending ones."""
     source = SharedBatches(only_on_rank_0(PromptSource()))
     if ranks.rank() == 0:
-        source._post("batch", sizes=[])
+        source._meeting.post(source._topic, "batch", sizes=[])
         return None
     return error_of(lambda: source.finish_pending(60.0))
 

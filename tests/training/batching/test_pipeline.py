@@ -222,7 +222,7 @@ async def test_what_cannot_be_sent_is_logged_and_left_out(caplog):
     bad.weight = float("nan")
     await act(Engine([bad], [item("b")]), log)
     assert names(await source_of(log).next_batch()) == ["b"]
-    assert "a group of 1 samples cannot be sent and is left out: the weight of a sample is nan" in caplog.text
+    assert "a group of 1 samples cannot be sent and is left out: sample 0: weight is NaN" in caplog.text
 
 
 async def test_an_actor_ends_when_it_is_cancelled_while_the_queue_is_full():

@@ -55,7 +55,7 @@ class ItemBatchSource(BatchSourceBase):
         if batch_size <= 0:
             raise ConfigError(f"batch_size ({batch_size}) must be positive")
         self.items, self.batch_size, self.shuffle, self.seed, self.drop_last = items, batch_size, shuffle, seed, drop_last
-        self._name, self._ends = name, np.cumsum(sizes)
+        self._name, self._bounds = name, np.concatenate([[0], np.cumsum(sizes)])
         self._digest: str | None = None
         self._divide(ranks.rank(), ranks.world_size())
         self.batches = 0
@@ -88,7 +88,7 @@ class ItemBatchSource(BatchSourceBase):
 
     def __len__(self) -> int:
         """Number of samples in a pass, over all ranks."""
-        return len(self._ends)
+        return len(self._bounds) - 1
 
     @property
     def num_batches_per_epoch(self) -> int:
@@ -112,14 +112,10 @@ class ItemBatchSource(BatchSourceBase):
         number, index = divmod(self.batches, self.num_batches_per_epoch)
         offsets = range(self._samples_per_rank)[index * self.batch_size : (index + 1) * self.batch_size]
         samples = [self._passes.at(number * self._samples_per_rank + offset) for offset in offsets]
-        items = [self.items[row] for sample in samples for row in self._item_rows(sample)]
+        # Units [2, 1, 1] have the bounds [0, 2, 3, 4]: sample 1 is index 2.
+        items = [self.items[row] for sample in samples for row in range(self._bounds[sample], self._bounds[sample + 1])]
         self.batches += 1
         return SAWBatch(items, batch_meta(items, epoch=number, source=self._name))
-
-    def _item_rows(self, sample: int) -> range:
-        """Return the indices of a sample in `items`. Example: units [2, 1, 1] end at [2, 3, 4];
-        sample 1 is index 2."""
-        return range(self._ends[sample - 1] if sample else 0, self._ends[sample])
 
     def _draw_order(self, number: int) -> Any:
         """Return this rank's samples of a pass, in order. Example: order [2, 0, 1] on 2 ranks, 2

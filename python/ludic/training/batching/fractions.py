@@ -23,8 +23,6 @@ from ludic.training.loss.context import SharedContext, collate_actions
 from ludic.training.loss.logprobs import weigh_values
 from ludic.training.types import SAWItem
 
-ACTION_FRACTIONS = "action_fractions"
-"""The name of the column in `MacroBatch.token_columns`."""
 Fractions = Mapping[int, Tensor]
 """Row -> [A] float32 fractions of the predicted action tokens. Empty if every token counts 1."""
 

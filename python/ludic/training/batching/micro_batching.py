@@ -137,14 +137,20 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
     if total <= max_seq_len:
         return item
     mask = mask[:max_seq_len]
-    num_actions = _count_actions(mask)
+    # Not `sum(mask)`: of 300 ones in a uint8 array that is 300 - 256 = 44.
+    num_actions = sum(mask) if isinstance(mask, bytes) else int(np.count_nonzero(mask))
+    logps, reference, fractions = item.actor_logps, item.attachments.reference_logps, item.attachments.action_fractions
     return replace(
         item,
         input_ids=ids[:max_seq_len],
         attention_mask=attention[:max_seq_len],
         action_mask=mask,
         meta=_truncated_meta(item.meta, total, max_seq_len, num_actions),
-        attachments=_truncated_attachments(item.attachments, num_actions),
+        attachments=SampleAttachments(
+            None if logps is None else ActorTokenLogps(stored(logps, "token_logps")[:num_actions]),
+            None if reference is None else reference[:num_actions],
+            None if fractions is None else fractions[:num_actions],
+        ),
     )
 
 
@@ -163,11 +169,6 @@ def truncate_and_flag(item: SAWItem, max_seq_len: int) -> SAWItem:
     # `replace` in a fifth of its time
     ids, attention, mask = (stored(truncated, name) for name in _SEQUENCES)
     return SAWItem(ids, attention, mask, truncated.weight, meta, truncated.attachments)
-
-
-def _count_actions(mask: Sequence[int]) -> int:
-    """Number of ones. Not `sum(mask)`: of 300 ones in a uint8 array that is 300 - 256 = 44."""
-    return sum(mask) if isinstance(mask, bytes) else int(np.count_nonzero(mask))
 
 
 def _check_mask_length(name: str, mask: Sequence[int], total: int) -> None:
@@ -191,17 +192,6 @@ def _truncated_meta(meta: Mapping[str, Any], total: int, retained: int, num_acti
     if "prompt_length" in truncated:
         truncated["prompt_length"] = retained - num_actions
     return truncated
-
-
-def _truncated_attachments(attachments: SampleAttachments, num_actions: int) -> SampleAttachments:
-    logps, reference, fractions = attachments.actor_logps, attachments.reference_logps, attachments.action_fractions
-    if logps is None and reference is None and fractions is None:
-        return attachments
-    return SampleAttachments(
-        None if logps is None else ActorTokenLogps(stored(logps, "token_logps")[:num_actions]),
-        None if reference is None else reference[:num_actions],
-        None if fractions is None else fractions[:num_actions],
-    )
 
 
 def split_items_by_token_budget(items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int) -> list[list[SAWItem]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from ludic import _core
 from ludic.training import ranks
 from ludic.training.batching.fractions import Fractions, count_in_part, count_tokens, read_fractions
 from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_and_flag
-from ludic.training.batching.packing import CostliestFirst, Packing, Rows, find_line_bounds, plan_lines
+from ludic.training.batching.packing import Packing, Rows, find_line_bounds, plan_lines
 from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
 from ludic.training.config import Packing as PackingName, TrainerConfig
 from ludic.training.loss import BatchTotals
@@ -102,7 +102,11 @@ class MacroBatch:
         and label in a pair, and how many were dropped: [[0, 1], [2]] and [[0], [1, 2]] differ,
         other names of the same groups do not. About 3 ms for a million tokens.
         """
-        halves = [_role_and_label(item.meta) for item in self.items]
+        halves = []
+        for meta in (item.meta for item in self.items):  # other values of these names are the user's own
+            role, label = meta.get("role"), meta.get("label")
+            shown = float(label) if isinstance(label, int | float | np.number) else None
+            halves.append([role if isinstance(role, str) else None, shown])
         hashed = xxhash.xxh3_64(self.table.to_bytes())
         hashed.update(json.dumps([self.groups(), self.counts(), halves]).encode())
         for row in sorted(self.fractions):
@@ -157,13 +161,6 @@ def unit_key(item: SAWItem, row: int) -> tuple[str, Any]:
     return "row", row
 
 
-def _role_and_label(meta: Mapping[str, Any]) -> list[Any]:
-    """The keys that the trainer reads of a preference sample, in addition to its pair; other keys
-    of these names are the user's own."""
-    role, label = meta.get("role"), meta.get("label")
-    return [role if isinstance(role, str) else None, float(label) if isinstance(label, int | float | np.number) else None]
-
-
 class MiniBatch:
     """The micro-batches of one optimizer step, the most expensive first. It can be iterated more
     than once.
@@ -191,7 +188,7 @@ class MiniBatch:
         self.collate_s = 0.0
         """Seconds spent on collation so far."""
         self._find_lines()
-        self.plan: Packing | None = self._make_plan() if len(self.rows) else None
+        self.plan: Packing | RankPlans | None = self._make_plan() if len(self.rows) else None
         # If all samples have weight 0 and are skipped, one row without weight replaces them, so
         # that the optimizer still takes its step.
         own = len(self.plan) if self.plan is not None else min(1, len(rows))
@@ -246,31 +243,37 @@ class MiniBatch:
     def _totals(self, rows: Rows) -> BatchTotals:
         return batch_totals(self.batch, rows, self.cfg.model_device)
 
-    def _make_plan(self) -> Packing:
+    def _make_plan(self) -> Packing | RankPlans:
         share = self.batch.share
-        if share is None or share.world == 1:
-            return self._sort_by_cost(self._plan_lines())
-        padding_free = self.packing == "padding_free"
-        return RankPlans(self._plan_ranks(share.world), self.lengths, share, padding_free=padding_free)
+        if share is not None and share.world > 1:
+            padding_free = self.packing == "padding_free"
+            return RankPlans(self._plan_ranks(share.world), self.lengths, share, padding_free=padding_free)
+        plan = self._plan_lines()
+        costliest_first = sorted((plan[index] for index in range(len(plan))), key=self._cost, reverse=True)
+        return Packing(costliest_first, plan.num_tokens, plan.padded_tokens)
 
     def _plan_ranks(self, world: int) -> list[PlannedAtoms]:
         """Plan the lines for all ranks. A subclass may plan several lines as one atom, which stays
         on one rank."""
         return [plan_atoms(np.arange(len(self.lengths))[:, None], self.lengths, self.cfg, world, self.packing)]
 
-    def _sort_by_cost(self, plan: Packing) -> CostliestFirst:
-        """Sort the micro-batches by computed tokens, then by the longest line (attention is
-        quadratic in its length). Example: lines of 2 and 3 tokens compute 3*2 = 6 tokens with
-        padding, 2+3 = 5 without."""
-        lengths = [self.lengths[plan[index]] for index in range(len(plan))]
-        padded = self.packing != "padding_free"
-        computed = [int(each.max()) * len(each) if padded else int(each.sum()) for each in lengths]
-        return CostliestFirst(plan, [(tokens, int(each.max())) for tokens, each in zip(computed, lengths, strict=True)])
+    def _cost(self, lines: Rows) -> tuple[int, int]:
+        """Computed tokens of a micro-batch, then its longest line (attention is quadratic in its
+        length). Example: lines of 2 and 3 tokens compute 3*2 = 6 tokens with padding, 2+3 = 5
+        without.
 
-    def _plan_lines(self) -> Packing:
+        The costliest comes first: one that does not fit into memory then fails in the first pass,
+        and ranks that synchronise after every pass run micro-batches of similar cost at the same
+        time.
+        """
+        lengths = self.lengths[lines]
+        longest = int(lengths.max())
+        return int(lengths.sum()) if self.packing == "padding_free" else longest * len(lengths), longest
+
+    def _plan_lines(self) -> Packing | _core.Plan:
         return plan_lines(self.lengths, self.cfg, self.packing)
 
-    def _plan_lines_greedily(self) -> Packing:
+    def _plan_lines_greedily(self) -> Packing | _core.Plan:
         """Return the greedy plan; statistics compare it with the configured one."""
         return _core.plan_greedy(self.unshared_lengths, self.cfg.micro_token_budget)
 
@@ -278,13 +281,14 @@ class MiniBatch:
         rows = self.micro_batch_rows(index)
         if len(rows):
             return self._micro_batch(rows)
+        # Other ranks have more micro-batches. This one stands for no sample, and adds nothing to
+        # losses and counts: with a shared batch the shortest row, for which no rank waits.
+        row = np.array([0 if self.batch.share is None else self.batch.table.lengths.argmin()])
+        micro_batch = self._micro_batch(row)
         columns = {*self.batch.token_columns, *self.batch.sample_columns}
-        return _make_weightless(self._micro_batch(self._weightless_row()), columns)
-
-    def _weightless_row(self) -> Rows:
-        """[1] a row that stands for no sample: with a shared batch the shortest, for which no rank
-        waits."""
-        return np.array([0 if self.batch.share is None else self.batch.table.lengths.argmin()])
+        zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action", *columns}
+        tensors = {name: torch.zeros_like(value) if name in zeroed else value for name, value in micro_batch.tensors.items()}
+        return MicroBatch(tensors, 0, micro_batch.sample_names)
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         table = self.batch.table
@@ -344,13 +348,3 @@ def batch_totals(batch: MacroBatch, rows: Rows, device: torch.device | str, *, n
     [squares] = ranks.sum_over_ranks([float(((wide - mean) ** 2).sum())], device)
     deviation = float(np.sqrt(squares / max(sums[0], 1.0)))
     return BatchTotals(sums[0], sums[1], weight_mean=mean, weight_std=deviation, num_pairs=sums[3])
-
-
-def _make_weightless(micro_batch: MicroBatch, columns: Set[str]) -> MicroBatch:
-    """Return the micro-batch with zero action mask, weight and `columns`, and with no items. A rank
-    runs it when other ranks have more micro-batches; it adds nothing to losses and counts."""
-    zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action", *columns}
-    tensors: dict[str, Any] = {
-        name: torch.zeros_like(value) if name in zeroed else value for name, value in micro_batch.tensors.items()
-    }
-    return MicroBatch(tensors, 0, micro_batch.sample_names)

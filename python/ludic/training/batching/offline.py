@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,10 @@ from typing import Any
 from ludic.errors import ConfigError, DataError
 from ludic.inference.prompts.template import find_turn_end, read_template_kwargs
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.log import read_rollouts
 from ludic.training.rollouts.to_samples import check_weight, step_facts
 from ludic.training.samples.conversations import apply_template
-from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch, SAWItem
+from ludic.training.types import CreditAssigner, SampleFilter, SAWItem
 from ludic.types import TRACE_KEYS, Rollout, Step
 
 StepToItem = Callable[[Rollout, Step, float], SAWItem]
@@ -23,7 +22,7 @@ trace, so no text is tokenised again."""
 
 
 @dataclass
-class OfflineBatchSource(BatchSourceBase):
+class OfflineBatchSource(ItemBatchSource):
     """Returns batches of the steps of recorded rollouts, pass after pass.
 
     >>> credit = ConstantCredit(1.0)
@@ -33,8 +32,6 @@ class OfflineBatchSource(BatchSourceBase):
     in memory. The state is the position: a resumed run continues with the next sample, and other
     data is an error. With several ranks, the samples of a pass are divided among them.
     """
-
-    shards_across_ranks = True
 
     jsonl_paths: Sequence[str | Path] | str | Path
     """One file or several."""
@@ -76,49 +73,12 @@ class OfflineBatchSource(BatchSourceBase):
                 f"sample_filter dropped all {len(items)} samples of {len(rollouts)} rollouts; nothing is left to train on"
             )
         self.num_rollouts, self.num_samples_filtered = len(rollouts), len(items) - len(retained)
-        self._source = ItemBatchSource(
-            retained, batch_size=self.batch_size, shuffle=self.shuffle, seed=self.seed, drop_last=self.drop_last
-        )
-
-    async def next_batch(self) -> SAWBatch:
-        """Return the next batch. After the last batch of a pass, the next pass begins."""
-        return await self._source.next_batch()
-
-    def iter_epoch(self) -> Iterator[SAWBatch]:
-        """Iterate over the remaining batches of the current pass."""
-        return self._source.iter_epoch()
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        return len(self._source)
-
-    @property
-    def num_batches_per_epoch(self) -> int:
-        """Number of batches in a pass, on each rank."""
-        return self._source.num_batches_per_epoch
-
-    @property
-    def epoch(self) -> int:
-        """Index of the pass that the next batch belongs to, from 0."""
-        return self._source.epoch
-
-    def unshard(self) -> None:
-        """Return the batches of one process from now on."""
-        self._source.unshard()
-        self.shards_across_ranks = False
+        super().__init__(retained, batch_size=self.batch_size, shuffle=self.shuffle, seed=self.seed, drop_last=self.drop_last)
 
     @property
     def target_rollouts(self) -> int:
         """`batch_size`. The exact number of rollouts of a batch is in its meta."""
         return self.batch_size
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the settings and data digest that it is valid for."""
-        return self._source.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in `state`. Raises ConfigError if data or settings differ."""
-        self._source.load_state_dict(state)
 
 
 def make_ids_unique(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -171,19 +131,13 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
             attention_mask=[1] * len(full),
             action_mask=[0] * len(prompt) + [1] * num_actions + [0] * (len(full) - end),
             weight=weight,
-            meta=_sample_meta(rollout, step, prompt_length=len(prompt), completion_length=num_actions),
+            meta={  # later ones take precedence
+                **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
+                **step_facts(rollout, step),
+                "completion_length": num_actions,
+                "prompt_length": len(prompt),
+                **rollout.meta,
+            },
         )
 
     return step_to_item
-
-
-def _sample_meta(rollout: Rollout, step: Step, *, prompt_length: int, completion_length: int) -> dict[str, Any]:
-    """Merge the step's info, the step's facts and the rollout's meta; later ones take
-    precedence."""
-    return {
-        **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
-        **step_facts(rollout, step),
-        "completion_length": completion_length,
-        "prompt_length": prompt_length,
-        **rollout.meta,
-    }

@@ -30,8 +30,8 @@ from typing import Any
 from ludic.errors import CheckpointError, ConfigError, DataError, DataTypeError
 from ludic.training.batching.sample_codec import VERSION, decode_batch, encode_batch
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
+from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import BatchSource, SAWBatch
-from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ class _PendingBatch:
     """The source's state after its generation; None until then."""
 
 
-@forward_members("_inner", ["use_check"])
 class OverlappedSource(BatchSourceBase):
     """Generates the batches of `inner`, one after another, up to `max_lag` batches ahead of the
     trainer.
@@ -105,11 +104,13 @@ class OverlappedSource(BatchSourceBase):
             self._start_next()
         oldest = self._pending[0]
         try:
-            batch = await self._finish(oldest)
+            if oldest.task is not None:
+                await oldest.task
         except BaseException:
             await self.aclose()
             raise
-        self._pending.popleft()
+        batch = self._pending.popleft().batch
+        assert batch is not None
         self._remaining = None if self._remaining is None else self._remaining - 1
         while len(self._pending) < self.max_lag and (self._remaining is None or len(self._pending) < self._remaining):
             self._start_next()
@@ -158,6 +159,9 @@ class OverlappedSource(BatchSourceBase):
         self._pending = deque(pending)
         self._inner.load_state_dict(copy.deepcopy(before))
 
+    def use_check(self, check: SampleCheck) -> bool:
+        return self._inner.use_check(check)
+
     def unshard(self) -> None:
         """Return the samples of all ranks from now on, if the inner source can."""
         self._inner.unshard()
@@ -183,13 +187,6 @@ class OverlappedSource(BatchSourceBase):
     def _list_generated(self) -> list[_PendingBatch]:
         """The pending batches up to the first that is not generated."""
         return list(itertools.takewhile(lambda entry: entry.batch is not None, self._pending))
-
-    async def _finish(self, entry: _PendingBatch) -> SAWBatch:
-        if entry.batch is None:
-            assert entry.task is not None
-            await entry.task
-        assert entry.batch is not None
-        return entry.batch
 
     def _start_next(self) -> None:
         entry = _PendingBatch()

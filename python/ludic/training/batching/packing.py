@@ -8,7 +8,7 @@ share their prefix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,38 +39,18 @@ def find_line_bounds(chains: NDArray[np.int32]) -> Rows:
     return np.concatenate([[0], begins, [len(chains)]]) if len(chains) else np.zeros(1, dtype=np.int64)
 
 
-class Packing(Protocol):
-    """A plan: the lines of each micro-batch. `_core.Plan` implements it."""
+@dataclass(frozen=True)
+class Packing:
+    """A plan: the lines of each micro-batch."""
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Rows: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def padded_tokens(self) -> int: ...
-
-
-class CostliestFirst:
-    """The micro-batches of a plan, sorted by decreasing cost; equal costs keep their order.
-
-    A micro-batch that does not fit into memory then fails in the first pass, and ranks that
-    synchronise after every pass run micro-batches of similar cost at the same time.
-    """
-
-    def __init__(self, plan: Packing, costs: Sequence[tuple[int, ...]]) -> None:
-        self._plan = plan
-        self._order = sorted(range(len(plan)), key=costs.__getitem__, reverse=True)
+    micro_batches: Sequence[Rows]
+    num_tokens: int
+    """Real tokens."""
+    padded_tokens: int
+    """Computed tokens."""
 
     def __len__(self) -> int:
-        return len(self._plan)
+        return len(self.micro_batches)
 
     def __getitem__(self, index: int, /) -> Rows:
-        return self._plan[self._order[index]]
-
-    @property
-    def num_tokens(self) -> int:
-        return self._plan.num_tokens
-
-    @property
-    def padded_tokens(self) -> int:
-        return self._plan.padded_tokens
+        return self.micro_batches[index]

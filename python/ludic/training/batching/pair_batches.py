@@ -66,7 +66,14 @@ class PreferenceMacroBatch(MacroBatch):
         if not require_complete:
             lone = np.concatenate([lone, pairs[half_lost].reshape(-1)])
         lone = lone[~lost_answer[lone]]
-        equal, truncated = _equal_after_cut(items, pairs, table), np.asarray(full.lengths > table.lengths)
+        lengths, truncated = table.lengths, np.asarray(full.lengths > table.lengths)
+        equal = np.array(
+            [
+                lengths[a] == lengths[b] and np.array_equal(items[a].input_ids[: lengths[a]], items[b].input_ids[: lengths[b]])
+                for a, b in pairs
+            ],
+            dtype=bool,
+        )
         made_equal = equal & ~half_lost & truncated[pairs].any(axis=1)
         dropped = half_lost | made_equal
         counts = {
@@ -104,19 +111,6 @@ class PreferenceMacroBatch(MacroBatch):
     def name(self, row: int) -> str:
         """`pair PAIR_ID` of a sample."""
         return f"pair {self.items[row].meta['pair_id']}"
-
-
-def _equal_after_cut(items: Sequence[SAWItem], pairs: NDArray[np.int64], table: _core.SampleTable) -> NDArray[np.bool]:
-    """[P] whether the two samples of each pair have the same tokens after truncation. Example: ids
-    [5, 6, 7] and [5, 6, 8] are equal when both are cut to 2 tokens."""
-    lengths = table.lengths
-    return np.array(
-        [
-            lengths[a] == lengths[b] and np.array_equal(items[a].input_ids[: lengths[a]], items[b].input_ids[: lengths[b]])
-            for a, b in pairs
-        ],
-        dtype=bool,
-    )
 
 
 def _warn_of_dropped(counts: Mapping[str, int], items: Sequence[SAWItem], dropped: NDArray[np.int64], max_seq_len: int) -> None:
@@ -163,11 +157,11 @@ class PreferenceMiniBatch(SampleMiniBatch):
     def _totals(self, rows: Rows) -> BatchTotals:
         return batch_totals(self.batch, rows, self.cfg.model_device, num_pairs=float(self._in_pairs.sum()) / 2)
 
-    def _plan_lines(self) -> Packing:
+    def _plan_lines(self) -> Packing | _core.Plan:
         greedy = self.cfg.packing == "greedy"
         return self._plan_pairs(None if greedy else self.cfg.overhead_tokens)
 
-    def _plan_lines_greedily(self) -> Packing:
+    def _plan_lines_greedily(self) -> Packing | _core.Plan:
         return self._plan_pairs(None)
 
     def _plan_ranks(self, world: int) -> list[PlannedAtoms]:
@@ -176,7 +170,7 @@ class PreferenceMiniBatch(SampleMiniBatch):
         pairs, lone = np.flatnonzero(self._in_pairs).reshape(-1, 2), np.flatnonzero(~self._in_pairs)[:, None]
         return [plan_atoms(lines, self.lengths[lines].max(axis=1), self.cfg, world) for lines in (pairs, lone) if len(lines)]
 
-    def _plan_pairs(self, overhead_tokens: int | None) -> Packing:
+    def _plan_pairs(self, overhead_tokens: int | None) -> Packing | _core.Plan:
         """Plan pairs first, then lone samples in micro-batches without pairs. Example: `_in_pairs`
         [True, True, False] has the pair [[0, 1]] and the lone index [2]."""
         pairs, lone = np.flatnonzero(self._in_pairs), np.flatnonzero(~self._in_pairs)
@@ -189,35 +183,17 @@ class PreferenceMiniBatch(SampleMiniBatch):
         lone_plan = (
             _core.plan_greedy(left, budget) if overhead_tokens is None else _core.plan_optimal(left, budget, overhead_tokens)
         )
-        return PairsThenLone(plan, lone_plan, lone)
+        return join_plans(plan, lone_plan, lone)
 
 
-@dataclass(frozen=True)
-class PairsThenLone:
-    """The micro-batches of pairs, then of lone samples.
+def join_plans(pairs: _core.Plan, lone_plan: _core.Plan, lone: Rows) -> Packing:
+    """The micro-batches of pairs, then of lone samples, whose indices are `lone` [L].
 
     Example: `pairs` plans [[0, 1]], `lone_plan` plans [[0]], and `lone` is [2]. Micro-batch 0 is
     positions [0, 1]; micro-batch 1 is entry 0 of `lone`, position [2].
     """
-
-    pairs: Packing
-    lone_plan: Packing
-    lone: Rows
-    """[L] indices of the lone samples, or of their lines, in the mini-batch."""
-
-    def __len__(self) -> int:
-        return len(self.pairs) + len(self.lone_plan)
-
-    def __getitem__(self, index: int, /) -> Rows:
-        return self.pairs[index] if index < len(self.pairs) else self.lone[self.lone_plan[index - len(self.pairs)]]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.pairs.num_tokens + self.lone_plan.num_tokens
-
-    @property
-    def padded_tokens(self) -> int:
-        return self.pairs.padded_tokens + self.lone_plan.padded_tokens
+    micro_batches = [pairs[index] for index in range(len(pairs))] + [lone[lone_plan[index]] for index in range(len(lone_plan))]
+    return Packing(micro_batches, pairs.num_tokens + lone_plan.num_tokens, pairs.padded_tokens + lone_plan.padded_tokens)
 
 
 class PreferenceMicroBatch(MicroBatch):
@@ -242,13 +218,6 @@ class PreferenceMicroBatch(MicroBatch):
         return PreferenceMicroBatch({**tensors, "meta": meta}, end - start, self.sample_names[part])
 
 
-class PreferenceBatchSource(ItemBatchSource):
-    """Batches of whole pairs, and of samples that are kept without a partner."""
-
-    pairs_incomplete: int = 0
-    """Number of pairs dropped because one of their samples is missing."""
-
-
 def preference_batches(
     items: Sequence[SAWItem],
     *,
@@ -258,7 +227,7 @@ def preference_batches(
     drop_last: bool = False,
     require_complete: bool = True,
     drop_incomplete: bool = True,
-) -> PreferenceBatchSource:
+) -> ItemBatchSource:
     """Return a batch source with `batch_size` whole pairs per batch, epoch after epoch; see
     `ItemBatchSource`.
 
@@ -269,7 +238,7 @@ def preference_batches(
     pairs, lone = find_pair_rows(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
     retained = [items[int(row)] for row in [*pairs.reshape(-1), *lone]]  # pairs [[2, 0]], lone [1]: items 2, 0, 1
     units = [2] * len(pairs) + [1] * len(lone)
-    source = PreferenceBatchSource(
+    source = ItemBatchSource(
         retained, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name="preference", unit=units
     )
     source.pairs_incomplete = len(items) - len(retained)

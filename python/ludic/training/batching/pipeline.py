@@ -141,7 +141,8 @@ class PipelineBatchSource(BatchSourceBase):
                 logger.warning("no samples came to the queue %r for %.0f s", self._queue_key, clock() - came)
                 warned = clock()
         stats = await self._call("reading the queue's numbers", self._log.stats)
-        groups = self._count_next_groups()
+        samples = accumulate(len(entry.items or ()) for entry in self._waiting)
+        groups = 1 + sum(count < self._batch_size for count in samples)
         measured = {
             "queue/wait_s": clock() - started,
             "queue/depth": max(0, stats.entries - self._count_done(groups)),
@@ -152,7 +153,13 @@ class PipelineBatchSource(BatchSourceBase):
         await self._keep_few(groups)
         await self._announce_done(groups)
         # No wait from here on: one that is cancelled would leave samples that count as trained.
-        batch = _to_batch(self._take_samples(groups))
+        items: list[SAWItem] = []
+        for _ in range(groups):
+            entry = self._waiting.popleft()
+            items += entry.items or ()
+            entry.items = None
+            self._trained[entry.producer] = entry.sequence
+        batch = _to_batch(items)
         batch.meta |= measured
         return batch
 
@@ -234,21 +241,6 @@ class PipelineBatchSource(BatchSourceBase):
                 self._duplicates += 1
         self._entries.append(read)
 
-    def _count_next_groups(self) -> int:
-        """How many groups the next batch has, all of which have come."""
-        samples = accumulate(len(entry.items or ()) for entry in self._waiting)
-        return 1 + sum(count < self._batch_size for count in samples)
-
-    def _take_samples(self, groups: int) -> list[SAWItem]:
-        """The samples of the next batch, which has this many groups."""
-        taken: list[SAWItem] = []
-        for _ in range(groups):
-            entry = self._waiting.popleft()
-            taken += entry.items or ()
-            entry.items = None
-            self._trained[entry.producer] = entry.sequence
-        return taken
-
     def _count_done(self, groups: int = 0) -> int:
         """How many entries come before the first one that waits, once the next `groups` are in a
         batch."""
@@ -267,10 +259,7 @@ class PipelineBatchSource(BatchSourceBase):
                 self._queue_key,
                 self._keep,
             )
-        await self._forget(self._entries[surplus - 1].position)
-
-    async def _forget(self, position: str) -> None:
-        """Forget the entries up to this position."""
+        position = self._entries[surplus - 1].position
         await self._own()
         with suppress(QueueDataLost):  # nothing is there to forget
             await self._call("forgetting samples", lambda: self._log.forget(self._owner, position))

@@ -108,21 +108,18 @@ class SharedBatches(BatchSourceBase):
         if self._meeting is None:
             self._check_stop()
             return await self._inner.next_batch()
-        if ranks.rank() == 0:
-            return await self._share_next()
-        message = await self._meeting.read(self._topic, "batch", self._patience_s, while_waiting=self._report_stop)
-        head, table = [await self._broadcast(None, int(size)) for size in message["sizes"]]
-        return decode_batch(head, table)
-
-    async def _share_next(self) -> SAWBatch:
+        if ranks.rank() > 0:
+            message = await self._meeting.read(self._topic, "batch", self._patience_s, while_waiting=self._report_stop)
+            head, table = [await self._broadcast(None, int(size)) for size in message["sizes"]]
+            return decode_batch(head, table)
         try:
             self._check_stop()
             parts = encode_batch(await self._generate())
         except BaseException as error:  # also if this rank is interrupted: the others would wait for it
             with suppress(RuntimeError):  # of the store; the error itself matters more
-                self._post_error(error)
+                self._meeting.post_error(self._topic, error)
             raise
-        self._post("batch", sizes=[len(part) for part in parts])
+        self._meeting.post(self._topic, "batch", sizes=[len(part) for part in parts])
         head, table = [await self._broadcast(part, len(part)) for part in parts]
         return decode_batch(head, table)
 
@@ -168,15 +165,6 @@ class SharedBatches(BatchSourceBase):
         if self._meeting is not None and self._stop is not None and self._stop():
             self._meeting.request_stop(signal.SIGTERM)
 
-    def _post_error(self, error: BaseException) -> None:
-        if self._meeting is not None:
-            self._meeting.post_error(self._topic, error)
-
-    def _post(self, kind: str, **content: Any) -> None:
-        """Tell the other ranks, on rank 0."""
-        if self._meeting is not None:
-            self._meeting.post(self._topic, kind, **content)
-
     def use_check(self, check: SampleCheck) -> bool:
         return self._source is not None and self._source.use_check(check)
 
@@ -198,10 +186,12 @@ class SharedBatches(BatchSourceBase):
         try:
             await self._inner.finish_pending(timeout_s)
         except BaseException as error:
-            with suppress(RuntimeError):
-                self._post_error(error)
+            if self._meeting is not None:
+                with suppress(RuntimeError):
+                    self._meeting.post_error(self._topic, error)
             raise
-        self._post("finished")
+        if self._meeting is not None:
+            self._meeting.post(self._topic, "finished")
 
     async def checkpoint_saved(self) -> None:
         """Tell rank 0's source."""
@@ -290,13 +280,12 @@ def _exchange(parts: Parts | None, failure: BaseException | None, device: Any) -
     for head in heads:
         if "error" in head:
             raise rebuild_error(head["error"])
-    return [_broadcast_parts(parts, head["sizes"], rank, device) for rank, head in enumerate(heads)]
-
-
-def _broadcast_parts(parts: Parts | None, sizes: Sequence[int], rank: int, device: Any) -> Parts:
-    own = parts if rank == ranks.rank() and parts is not None else (None, None)
-    head, table = (broadcast_bytes(part, size, device, src=rank) for part, size in zip(own, sizes, strict=True))
-    return head, table
+    everyone: list[Parts] = []
+    for rank, sizes in enumerate(head["sizes"] for head in heads):
+        own = parts if rank == ranks.rank() and parts is not None else (None, None)
+        head, table = (broadcast_bytes(part, size, device, src=rank) for part, size in zip(own, sizes, strict=True))
+        everyone.append((head, table))
+    return everyone
 
 
 def _check_names(batches: Sequence[SAWBatch]) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ludic import _core
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MiniBatch
 from ludic.training.batching.packing import Packing, Rows, plan_lines
-from ludic.training.batching.pair_batches import PairsThenLone, PreferenceMiniBatch, SampleMiniBatch
+from ludic.training.batching.pair_batches import PreferenceMiniBatch, SampleMiniBatch, join_plans
 from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
 
 MIN_SHARED = 8
@@ -83,7 +84,7 @@ class TreeMiniBatch(MiniBatch):
             order = np.argsort(self._places[rows])
             by_tree = rows[order]
             shared = self._shared[by_tree]
-            shared[0] = 0  # as it is, unless the row stands for no sample (`_weightless_row`)
+            shared[0] = 0  # as it is, unless the row stands for no sample (`MiniBatch._collate`)
             arrays, device = table.collate_trees(by_tree, shared), self.cfg.model_device
             tensors[PREFIX_TREES] = PrefixTrees.from_arrays(arrays, table.lengths[by_tree], shared, device, order)
         return micro_batch
@@ -120,12 +121,12 @@ class PairTreeMiniBatch(TreeMiniBatch, PreferenceMiniBatch):
     def _arrange(self, order: Rows, bounds: Rows) -> Rows:
         return np.concatenate([np.sort(line) for line in np.split(order, bounds[1:-1])])  # a pair is at rows 2i and 2i + 1
 
-    def _plan_lines(self) -> Packing:
+    def _plan_lines(self) -> Packing | _core.Plan:
         if not self.has_trees:
             return super()._plan_lines()
         pairs, lone = self._divide_lines()
         plan = plan_lines(self.lengths[pairs], self.cfg, self.packing)
-        return PairsThenLone(plan, plan_lines(self.lengths[lone], self.cfg, self.packing), lone) if len(lone) else plan
+        return join_plans(plan, plan_lines(self.lengths[lone], self.cfg, self.packing), lone) if len(lone) else plan
 
     def _plan_ranks(self, world: int) -> list[PlannedAtoms]:
         if not self.has_trees:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.errors import ConfigError, DataError, RolloutError
@@ -87,22 +87,18 @@ def poll_after(waited_s: float) -> float:
     return min(LONGEST_POLL_S, max(SHORTEST_POLL_S, waited_s / 50))
 
 
+@dataclass
 class _Actor:
-    def __init__(
-        self,
-        log: GroupLog,
-        play: Play,
-        weights: Callable[[int], Awaitable[Any]],
-        name: str,
-        order: Order,
-        lease_s: float,
-        max_attempts: int,
-        limits: EntryLimits,
-        patience: QueueRetryPolicy,
-    ) -> None:
-        self.log, self.play, self.weights, self.name, self.order = log, play, weights, name, order
-        self.lease_s, self.max_attempts, self.limits, self.patience = lease_s, max_attempts, limits, patience
-        self._failures_of_weights = 0
+    log: GroupLog
+    play: Play
+    weights: Callable[[int], Awaitable[Any]]
+    name: str
+    order: Order
+    lease_s: float
+    max_attempts: int
+    limits: EntryLimits
+    patience: QueueRetryPolicy
+    failures_of_weights: int = 0
 
     async def handle(self, lease: Lease, stop: StopFlag | None) -> bool:
         """Play the leased group. Returns whether it was delivered."""
@@ -189,11 +185,11 @@ class _Actor:
         except Exception:
             if is_being_cancelled():
                 raise
-            self._failures_of_weights += 1
+            self.failures_of_weights += 1
             logger.warning("%s cannot load the weights of version %d", self.name, version, exc_info=True)
-            await self.patience.sleep(min(2.0**self._failures_of_weights, 60.0))
+            await self.patience.sleep(min(2.0**self.failures_of_weights, 60.0))
             return False
-        self._failures_of_weights = 0
+        self.failures_of_weights = 0
         return True
 
     def _failed(self, lease: Lease, error: str, played: object = None) -> Group:

@@ -97,10 +97,6 @@ class Arrivals:
         self._groups[number] = failed_group("", number, 0, f"refused {len(reasons)} times; the last time: {reason}")
         return True
 
-    def drop(self, number: int) -> None:
-        """Forget a group that has come; it must come again."""
-        self._groups.pop(number, None)
-
     def find_batch(self, batch: int) -> list[Group] | None:
         """The groups of batch `batch`, by number; None while some are missing. After a resume,
         everything that was taken before is taken first: in order `arrival`, the choice depends on

@@ -409,7 +409,7 @@ def encode_samples(group: SampleGroup, limits: EntryLimits = DEFAULT_LIMITS) -> 
     except EntryError:
         raise
     except (DataError, DataTypeError) as error:
-        raise EntryError(f"a sample cannot be sent: {error}") from error
+        raise EntryError(str(error)) from error
     decode_samples(payload, limits)
     return payload
 

@@ -16,6 +16,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -103,9 +104,12 @@ class RedisLog:
         while True:
             found, rows = self._run(scripts.READ, born, last, limit)
             remaining_s = deadline - time.monotonic()
-            if rows or remaining_s <= 0:
-                return [_to_entry(_to_text(found), row) for row in rows]
-            self._wait_for_entry(last if last and _to_text(found) == born else "0", min(remaining_s, WAIT_S))
+            now_born = _to_text(found)
+            if rows or remaining_s <= 0:  # rows are of XRANGE: [id, [b"n", number, b"b", payload, ...]]
+                return [Entry(f"{now_born}/{name.decode()}", _to_number(fields[1]), fields[3]) for name, fields in rows]
+            waits_after = {self._samples: last if last and now_born == born else "0"}
+            block_ms = max(1, int(min(remaining_s, WAIT_S) * 1000))
+            self._server.call(partial(redis.Redis.xread, streams=waits_after, count=1, block=block_ms))
 
     def forget(self, owner: str, through: str) -> None:
         born, _, last = through.partition("/")
@@ -202,11 +206,6 @@ class RedisLog:
         fact: Any = self._server.call(lambda client: client.hget(self._keys[0], name))
         return None if fact is None else bytes(fact)
 
-    def _wait_for_entry(self, after: str, timeout_s: float) -> None:
-        """Return when there is an entry after this id, after `timeout_s` seconds at the latest."""
-        block_ms = max(1, int(timeout_s * 1000))
-        self._server.call(lambda client: client.xread({self._samples: after}, count=1, block=block_ms))
-
 
 def _to_ms(seconds: float) -> int:
     return round(seconds * 1000)
@@ -219,12 +218,6 @@ def _to_text(value: bytes) -> str:
 
 def _to_number(text: bytes) -> int | None:
     return int(text) if text else None
-
-
-def _to_entry(born: str, row: Any) -> Entry:
-    """The entry in a row of XRANGE: `[id, [b"n", number, b"b", payload, ...]]`."""
-    identifier, fields = row
-    return Entry(f"{born}/{identifier.decode()}", _to_number(fields[1]), fields[3])
 
 
 SCHEMES = ("redis", "rediss", "unix")
@@ -289,8 +282,9 @@ class RedisConnection:
             except redis.exceptions.RedisError as error:
                 if str(error).startswith("LUDIC"):
                     raise
-                if not _is_temporary(error):
-                    refused = QueueRefused if isinstance(error, _REFUSED) else QueueError
+                is_refused = isinstance(error, _REFUSED)
+                if is_refused or not (isinstance(error, _TEMPORARY) or str(error).startswith(_BUSY)):
+                    refused = QueueRefused if is_refused else QueueError
                     raise refused(self._refusal(error)) from None  # the error itself may show the password
                 if time.monotonic() + pause > deadline:
                     raise QueueError(
@@ -409,12 +403,6 @@ def _secrets_of(url: str) -> list[str]:
         raise ConfigError(f"the queue's URL ({shown}) has the settings {', '.join(unknown)}; db and ssl_... are allowed")
     secrets = {password, unquote(password), settings.get("ssl_password", "")}
     return sorted(secrets - {""}, key=len, reverse=True)
-
-
-def _is_temporary(error: Exception) -> bool:
-    if isinstance(error, _REFUSED):
-        return False
-    return isinstance(error, _TEMPORARY) or str(error).startswith(_BUSY)
 
 
 def check_prefix(prefix: str) -> str:

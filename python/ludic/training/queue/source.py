@@ -97,6 +97,7 @@ class QueueBatchSource(BatchSourceBase):
         self._ahead, self._publish_every, self._num_batches = ahead, publish_every, num_batches
         self._group_timeout_s, self._claim_s = group_timeout_s, claim_s
         self._patience = QueueRetryPolicy(patience_s) if patience is None else patience
+        self._call = self._patience.call
         self._reader = EntryReader(log, run, limits, self._patience)
         self.owner = make_owner_name()
         """Name under which this trainer claims the log."""
@@ -135,7 +136,8 @@ class QueueBatchSource(BatchSourceBase):
         # No wait from here on: one that is cancelled would leave a batch that counts as trained.
         self._arrivals.mark_trained([group.number for group in groups])
         self._batch += 1
-        self._forget_versions()
+        first = min(self._batch, self._arrivals.ledger.watermark // self._arrivals.groups_per_batch)
+        self._versions = {batch: version for batch, version in self._versions.items() if batch >= first}
         batch.meta.update(measured)
         if self.overlaps:
             self._reader.read_ahead(lambda: self._arrivals.position, self._arrivals.groups_per_batch)
@@ -214,9 +216,6 @@ class QueueBatchSource(BatchSourceBase):
     async def _claim(self) -> None:
         await self._call("claiming the queue", lambda: self._log.claim(self.owner, run=self._run, ttl_s=self._claim_s))
 
-    async def _call(self, what: str, operation: Callable[[], Any]) -> Any:
-        return await self._patience.call(what, operation)
-
     async def _with_data(self, operation: Callable[[], Awaitable[Any]]) -> Any:
         """Run `operation`; where the log's data are gone, claim it, offer the missing groups and
         run it again."""
@@ -294,10 +293,6 @@ class QueueBatchSource(BatchSourceBase):
         if work:
             await self._call("offering groups", lambda: self._log.offer(self.owner, work))
 
-    def _forget_versions(self) -> None:
-        first = min(self._batch, self._arrivals.ledger.watermark // self._arrivals.groups_per_batch)
-        self._versions = {batch: version for batch, version in self._versions.items() if batch >= first}
-
     # ---- collecting ----------------------------------------------------------------------------
 
     async def _collect(self) -> list[Group]:
@@ -321,7 +316,13 @@ class QueueBatchSource(BatchSourceBase):
                 healed = clock()
                 if (await self._call("reading the queue's numbers", self._log.stats)).leased:
                     seen = healed
-                self._check_deadlines(healed - came, healed - seen)
+                what = f"batch {self._batch} waits for groups {shorten_names(self._expected())}"
+                if healed - seen >= self._patience.patience_s:
+                    raise QueueError(f"{what}: no actor has had work for {healed - seen:.0f} s (patience_s); are actors running?")
+                if healed - came >= self._group_timeout_s:
+                    raise QueueError(
+                        f"{what}: actors have work, and none was delivered for {healed - came:.0f} s (group_timeout_s)"
+                    )
         return groups
 
     async def _give_up(self, groups: Sequence[Group]) -> NoReturn:
@@ -342,13 +343,6 @@ class QueueBatchSource(BatchSourceBase):
                 await self._patience.run(lambda: self._log.forget(self.owner, through))
             except QueueError as error:
                 logger.warning("groups that are not needed stay in the queue until the next checkpoint: %s", error)
-
-    def _check_deadlines(self, since_entry_s: float, since_actor_s: float) -> None:
-        what = f"batch {self._batch} waits for groups {shorten_names(self._expected())}"
-        if since_actor_s >= self._patience.patience_s:
-            raise QueueError(f"{what}: no actor has had work for {since_actor_s:.0f} s (patience_s); are actors running?")
-        if since_entry_s >= self._group_timeout_s:
-            raise QueueError(f"{what}: actors have work, and none was delivered for {since_entry_s:.0f} s (group_timeout_s)")
 
     async def _take_next(self) -> None:
         """Take the oldest entry that was read."""

@@ -161,8 +161,9 @@ class SQLiteLog:
     # ---- actors --------------------------------------------------------------------------------
 
     def lease(self, actor: str, *, lease_s: float = DEFAULT_LEASE_S) -> Lease | None:
-        if not self._has_free_work():  # asked before, so that idle actors do not wait in line to write
-            return None
+        with self._transaction("lease", reads=True) as db:  # before, so that idle actors do not wait in line to write
+            if db.execute("select 1 from work where until_s <= ? limit 1", (self._clock(),)).fetchone() is None:
+                return None
         with self._transaction("lease") as db:
             facts, now = _read_facts(db), self._clock()
             query = "select number, version, attempt, token from work where until_s <= ? order by number limit 1"
@@ -231,11 +232,6 @@ class SQLiteLog:
     def disconnect(self) -> None:
         with self._turn:
             self._drop_connection()
-
-    def _has_free_work(self) -> bool:
-        with self._transaction("lease", reads=True) as db:
-            row = db.execute("select 1 from work where until_s <= ? limit 1", (self._clock(),)).fetchone()
-        return row is not None
 
     @contextmanager
     def _owned(self, call: str, owner: str) -> Iterator[sqlite3.Connection]:

@@ -6,7 +6,6 @@ too: its ranks meet at its store. Without `torch.distributed` there is one rank.
 function pickles anything.
 """
 
-from ludic.training.ranks.agreement import agree, ask_rank_0, barrier, rank_0_alone
 from ludic.training.ranks.collectives import (
     gather_json,
     is_distributed,
@@ -16,7 +15,18 @@ from ludic.training.ranks.collectives import (
     union_over_ranks,
     world_size,
 )
-from ludic.training.ranks.session import current_rendezvous, explain, joined, raise_if_failed, start, stop
+from ludic.training.ranks.session import (
+    agree,
+    ask_rank_0,
+    barrier,
+    current_rendezvous,
+    explain,
+    joined,
+    raise_if_failed,
+    rank_0_alone,
+    start,
+    stop,
+)
 
 __all__ = [
     "agree",

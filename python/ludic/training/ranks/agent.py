@@ -21,10 +21,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import ProcessFailure
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -46,23 +45,17 @@ def run_agent(arguments: Sequence[str]) -> int:
             run(options)
             return 0
         except ChildFailedError as error:
-            return _status_of_failures(error.failures, _read_statuses(Path(folder)))
+            if DO_NOT_RETRY in _read_statuses(Path(folder)).values():
+                return DO_NOT_RETRY
+            # Of a rank that was killed (-9) and one that noticed it a second later (75), 137.
+            code = int(min(error.failures.values(), key=lambda failure: failure.timestamp).exitcode)
+            return code if code > 0 else 128 - code
         except SignalException as stopped:
             said = _read_statuses(Path(folder))
             return DO_NOT_RETRY if DO_NOT_RETRY in said.values() else 128 + int(stopped.sigval)
         except RendezvousError as error:
             print(f"ludic: the agents of the ranks did not meet: {error}", file=sys.stderr)
             return TRY_AGAIN
-
-
-def _status_of_failures(failures: Mapping[int, ProcessFailure], said: Mapping[int, int]) -> int:
-    """The status of the first failure, unless a rank said that a new start cannot help. Example: of
-    a rank that was killed (-9) and one that noticed it a second later (75), 137."""
-    if DO_NOT_RETRY in said.values():
-        return DO_NOT_RETRY
-    first = min(failures.values(), key=lambda failure: failure.timestamp)
-    code = int(first.exitcode)
-    return code if code > 0 else 128 - code
 
 
 def _read_statuses(folder: Path) -> dict[int, int]:

@@ -59,17 +59,14 @@ class Liveness:
 
     def describe_ended(self) -> str | None:
         """Names the ranks on this machine whose processes have ended though they have not left."""
-        ended = self._find_ended()
+        ended = sorted(rank for rank, (pid, begin) in self._find_processes().items() if has_ended(pid, begin))
+        ended = [rank for rank in ended if not self._store.has(f"{LEFT}/{rank}")]
         if not ended:
             return None
         return (
             f"{name_ranks(ended)} of {self._world_size} ended without a word: killed from outside, for lack of memory, or as its own "
             "output says"
         )
-
-    def _find_ended(self) -> list[int]:
-        ended = sorted(rank for rank, (pid, begin) in self._find_processes().items() if has_ended(pid, begin))
-        return [rank for rank in ended if not self._store.has(f"{LEFT}/{rank}")]
 
     def _find_processes(self) -> dict[int, tuple[int, int]]:
         """Rank -> (id of its process, when that began), of the ranks on this machine."""

@@ -131,7 +131,10 @@ class Rendezvous:
         if error is None:  # else its own error says more than where the others are
             self._check_same(self._store.get(f"{base}/0"), doing)
         failure = self._read_failure(f"{base}/failure")
-        self._forget_read(base)
+        if self.rank == 0:
+            for key in self._read:  # all ranks are beyond it
+                self._store.delete(key)
+        self._read = [f"{base}/{name}" for name in ("count", "all", "failure", *range(self.world_size))]
         return failure
 
     def _check_same(self, at_rank_0: str, doing: str) -> None:
@@ -147,7 +150,15 @@ class Rendezvous:
         values: list[Any] = []
         if self.rank > 0:
             yield values
-            values[:] = self._read_answer(key, doing, timeout_s)
+            try:
+                self._wait(key, timeout_s)
+            except TimeoutError:
+                raise RankError(f"{doing}: rank {self.rank} waited {timeout_s:g} s for rank 0 to finish it") from None
+            answer = json.loads(self._store.get(key))
+            self._check_same(answer["doing"], doing)
+            if "failure" in answer:
+                raise Failure(**answer["failure"]).to_error(doing, self.world_size)
+            values[:] = answer["values"]
             return
         try:
             yield values
@@ -155,18 +166,6 @@ class Rendezvous:
         except BaseException as error:
             self._store.set(key, json.dumps({"doing": doing, "failure": asdict(self.describe(error))}))
             raise
-
-    def _read_answer(self, key: str, doing: str, timeout_s: float) -> list[Any]:
-        try:
-            self._wait(key, timeout_s)
-        except TimeoutError:
-            raise RankError(f"{doing}: rank {self.rank} waited {timeout_s:g} s for rank 0 to finish it") from None
-        answer = json.loads(self._store.get(key))
-        self._check_same(answer["doing"], doing)
-        if "failure" in answer:
-            raise Failure(**answer["failure"]).to_error(doing, self.world_size)
-        values: list[Any] = answer["values"]
-        return values
 
     def open_topic(self) -> str:
         """A name for messages of rank 0. All ranks open theirs in the same order."""
@@ -276,14 +275,6 @@ class Rendezvous:
     def _next_key(self) -> str:
         self._number += 1
         return f"meeting/{self._number}"
-
-    def _forget_read(self, base: str) -> None:
-        """Delete what was read before the agreement `base`: all ranks are beyond it."""
-        if self.rank == 0:
-            for key in self._read:
-                self._store.delete(key)
-        names = ("count", "all", "failure", *range(self.world_size))
-        self._read = [f"{base}/{name}" for name in names]
 
     def _wait(self, key: str, timeout_s: float) -> None:
         """Raises TimeoutError, or RankError if another rank fails or is killed meanwhile."""

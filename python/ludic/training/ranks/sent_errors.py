@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 from ludic.errors import TRY_AGAIN, RankError
@@ -38,7 +37,12 @@ def rebuild_error(description: dict[str, Any]) -> Exception:
     """
     text, place, kinds = description["text"], description["place"], description["kinds"]
     for kind in kinds:
-        for known in _classes_named(kind):
+        if kind in ("LudicError", "Exception"):
+            continue  # they say nothing
+        for module in _KNOWN:
+            known = vars(importlib.import_module(module)).get(kind)
+            if not (isinstance(known, type) and issubclass(known, Exception)):
+                continue
             try:
                 error = known(text)
             except TypeError:  # it needs more than a message
@@ -50,12 +54,3 @@ def rebuild_error(description: dict[str, Any]) -> Exception:
     if not kinds:
         return RankError(f"{place}, was interrupted ({text or 'without a message'})")
     return RankError(f"{kinds[0]} on {place}: {text or 'without a message'}", exit_code=description["exit_code"])
-
-
-def _classes_named(kind: str) -> Iterator[type[Exception]]:
-    if kind in ("LudicError", "Exception"):
-        return  # they say nothing
-    for module in _KNOWN:
-        found = vars(importlib.import_module(module)).get(kind)
-        if isinstance(found, type) and issubclass(found, Exception):
-            yield found

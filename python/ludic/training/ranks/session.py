@@ -1,5 +1,5 @@
 """Joining the ranks of a run and leaving them: from the launcher's environment to a process group,
-and from an error on one rank to its end on all."""
+and from an error on one rank to its end on all; errors and answers that all ranks share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,12 +30,16 @@ from ludic.training.ranks.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 600.0, 600.0
 STOP_S = 600.0
 """How long the other ranks wait for rank 0 to be done with what it does alone."""
 LEAVE_S = 5.0
 """How long the rank that serves the store waits for another one to leave."""
 CONNECT_DELAY_S = 0.1
+WAIT_S = 7200.0
+"""How long a rank waits for the others outside of the phases of the watchdog."""
 
 _rendezvous: Rendezvous | None = None
 _environment: RankEnvironment | None = None
@@ -53,6 +57,58 @@ def current_rendezvous() -> Rendezvous | None:
         _of_groups[group] = Rendezvous(PrefixStore("ludic", _get_default_store()), rank(), world_size())
         _of_groups[group].announce()
     return _of_groups[group]
+
+
+@contextmanager
+def agree(doing: str) -> Iterator[None]:
+    """Raise on every rank if the block fails on any: its own error, or RankError with the error of
+    a rank that failed. Without this, the others would wait in the next collective until the group's
+    timeout.
+
+    The block must take part in its collectives also after an error. All ranks call it, and meet at
+    the store, until the deadline of the watchdog's phase.
+    """
+    together = current_rendezvous()
+    if together is None:
+        yield
+        return
+    with together.agree(doing, watchdog.remaining_s(WAIT_S)):
+        yield
+
+
+@contextmanager
+def rank_0_alone(doing: str) -> Iterator[list[Any]]:
+    """Work in the block on rank 0 alone; the other ranks, which do nothing in theirs, wait for its
+    end at the store. Its error is raised on all. The JSON values that rank 0 puts into the list are
+    in the lists of all ranks afterwards.
+
+    >>> with rank_0_alone("measuring") as shared:
+    ...     if rank() == 0:
+    ...         shared.append(measure())
+    """
+    together = current_rendezvous()
+    if together is None:
+        yield []
+        return
+    with together.rank_0_alone(doing, watchdog.remaining_s(WAIT_S)) as values:
+        yield values
+
+
+def ask_rank_0(doing: str, question: Callable[[], T]) -> T:
+    """The JSON value of `question`, which is called on rank 0 alone. Use it for values read from
+    files: ranks that look for themselves may see different ones. Its error is raised on all, as by
+    `agree`."""
+    with rank_0_alone(doing) as shared:
+        if rank() == 0:
+            shared.append(question())
+    answer: T = shared[0]
+    return answer
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    with agree("waiting for all ranks"):
+        pass
 
 
 def start(

@@ -102,11 +102,7 @@ class _Rendering:
     def check_tools(self, messages: Sequence[Message], other_args: Mapping[str, Any]) -> None:
         """Raise DataError if the template leaves out the tools: the model would be trained as if
         there were none."""
-        try:
-            plain = apply_template(self.tokenizer, messages, prompt=False, where=self.where, **other_args)
-        except DataError:
-            return  # it asks for them
-        if plain == self._ids(messages, prompt=False):
+        if self._ids(messages, prompt=False) == _render_or_none(self.tokenizer, messages, other_args, self.where):
             raise DataError(
                 f"{self.where} has tools, which the chat template leaves out, so that the model would not see them; set "
                 "chat_template=FILE.jinja to a template that renders `tools`, or leave the column out"
@@ -257,15 +253,21 @@ def check_calls_are_rendered(
         return
     arguments = {**template_args, **({"tools": tools} if tools else {})}
     without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-    try:
-        plain = apply_template(tokenizer, without, prompt=False, where=where, **arguments)
-    except DataError:
-        return  # it asks for them
-    if plain == apply_template(tokenizer, messages, prompt=False, where=where, **arguments):
+    with_calls = apply_template(tokenizer, messages, prompt=False, where=where, **arguments)
+    if with_calls == _render_or_none(tokenizer, without, arguments, where):
         raise DataError(
             f"{where} has tool calls, which the chat template leaves out, so that nothing of them would be trained; set "
             "chat_template=FILE.jinja to a template that renders tool_calls"
         )
+
+
+def _render_or_none(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str, Any], where: str) -> list[int] | None:
+    """The ids of messages from which something was left out; None for a template that asks for
+    it."""
+    try:
+        return apply_template(tokenizer, messages, prompt=False, where=where, **arguments)
+    except DataError:
+        return None
 
 
 def _render_marked(

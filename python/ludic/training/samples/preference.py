@@ -93,7 +93,10 @@ class PreferenceItems:
                 f"{where}: chosen and rejected must both be text or both be lists of messages, not {type(chosen).__name__} and "
                 f"{type(rejected).__name__}"
             )
-        meta = {"pair_id": pair_id, "label": label, **_prompt_digest(row.get("prompt"))}
+        meta: dict[str, Any] = {"pair_id": pair_id, "label": label}
+        if prompt := row.get("prompt"):  # equal for all pairs of a prompt, also where their samples are cut differently
+            encoded = json.dumps(prompt, sort_keys=True, default=str).encode()
+            meta["prompt_digest"] = hashlib.blake2b(encoded, digest_size=16).hexdigest()
         metas = ({**meta, "role": role} for role in ("chosen", "rejected"))
         first, second = (_make_item(sample, meta, as_arrays=self.as_arrays) for sample, meta in zip(samples, metas, strict=True))
         if same_tokens(first, second):
@@ -112,10 +115,12 @@ class PreferenceItems:
                 raise DataError(
                     f"{where} has no prompt, which use_chat_template needs: without it, the end of the prompt in the text is unknown"
                 )
-            answers = [_assistant_message(text, role, where) for text, role in ((chosen, "chosen"), (rejected, "rejected"))]
-            return [
-                self._tokenize_conversation(row, [{"role": "user", "content": prompt}], [answer], where) for answer in answers
-            ]
+            for text, role in ((chosen, "chosen"), (rejected, "rejected")):
+                if not text:
+                    raise RowError(f"{where} has an empty {role} response; leave the row out", reason="empty_response")
+            question = [{"role": "user", "content": prompt}]
+            answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
+            return [self._tokenize_conversation(row, question, answer, where) for answer in answers]
         if prompt:
             both = [tokenize_prompt_completion(self.tokenizer, prompt, text, where) for text in (chosen, rejected)]
         else:
@@ -141,15 +146,6 @@ class PreferenceItems:
         template_args = read_template_kwargs(row, where)
         tokens = conversation_tokens(self.tokenizer, prompt, answer, where, tools=row.get("tools"), **template_args)
         return truncate_right(tokens, self.max_length, where)
-
-
-def _prompt_digest(prompt: object) -> dict[str, str]:
-    """Return `prompt_digest`, which is equal for all pairs of a prompt, even if their samples were
-    truncated differently; {} for a row without a prompt."""
-    if not prompt:
-        return {}
-    encoded = json.dumps(prompt, sort_keys=True, default=str).encode()
-    return {"prompt_digest": hashlib.blake2b(encoded, digest_size=16).hexdigest()}
 
 
 @dataclass(frozen=True)
@@ -244,12 +240,6 @@ def _split_common_prefix(both: list[list[int]]) -> list[ChatTokens]:
     limit = max(0, min(map(len, both)) - 1)
     shared = next((index for index in range(limit) if both[0][index] != both[1][index]), limit)
     return [ChatTokens(ids, [0] * shared + [1] * (len(ids) - shared)) for ids in both]
-
-
-def _assistant_message(text: str, role: str, where: str) -> Message:
-    if not text:
-        raise RowError(f"{where} has an empty {role} response; leave the row out", reason="empty_response")
-    return {"role": "assistant", "content": text}
 
 
 def _are_messages(value: Any) -> TypeGuard[list[Message]]:
