@@ -76,10 +76,25 @@ class BradleyTerryLoss(Loss):
         if not 0 <= self.label_smoothing <= 1:
             raise ConfigError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
 
-        self.reads_shared_only = self.reads_actions_only = self.score_type == "logprob"
-        self.reads_scores_only = self.score_type == "reward"
-        # The root of a sum over all pairs is not a sum over micro-batches.
-        self.needs_first_pass = self.regularization_lambda > 0 and self.regularization_type == "l2"
+    @property
+    def reads_shared_only(self) -> bool:  # type: ignore[override]  # follows from the settings
+        """True for `logprob`; for `reward` the loss reads the logits themselves."""
+        return self.score_type == "logprob"
+
+    @property
+    def reads_actions_only(self) -> bool:  # type: ignore[override]
+        """True for `logprob`, the log-probability of the action."""
+        return self.score_type == "logprob"
+
+    @property
+    def reads_scores_only(self) -> bool:  # type: ignore[override]
+        """True for `reward`."""
+        return self.score_type == "reward"
+
+    @property
+    def needs_first_pass(self) -> bool:  # type: ignore[override]
+        """True for an l2 norm: the root of a sum over all pairs is not a sum over micro-batches."""
+        return self.regularization_lambda > 0 and self.regularization_type == "l2"
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the sum of the squared score differences."""
