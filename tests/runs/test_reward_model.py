@@ -19,8 +19,8 @@ from ludic.errors import DataError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.epochs_schema import compose_rm
 from ludic.recipes.model import choose_padding_token
+from ludic.runs import epochs
 from ludic.runs.data.pairs import PairData
-from ludic.runs.report import epochs as report
 from ludic.runs.report.scores import decode_scores
 
 TINY = [*NETWORK, "threads=1", "pairs=40", "batch_size=8", "train_sample=16", "task.args.num_heldout=20"]
@@ -343,7 +343,7 @@ def test_the_plot_has_the_held_out_accuracy_only_where_it_was_measured(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[dict[str, Any]] = []
-    monkeypatch.setattr(report, "write_picture", lambda *_, **options: drawn.append(options))
+    monkeypatch.setattr(epochs, "write_picture", lambda *_, **options: drawn.append(options))
     train_rm(*tiny)
     last = summary_of(tmp_path / "run")["eval_pairwise_accuracy"]
     assert drawn[0]["measured"] == {"held-out accuracy": [(5, last)]}  # 40 pairs are 5 steps; nothing was measured before

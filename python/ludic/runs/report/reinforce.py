@@ -171,14 +171,7 @@ def build_outcome(
         before=before.rates() if before else None,
         after=after.rates() if after else None,
         solved_at=next((evaluation.solved_at for evaluation in measured.values()), None),
-        intervals={
-            when: {
-                name: [interval.low, interval.high]
-                for name in evaluation.rates()
-                if (interval := evaluation.interval(name)) is not None
-            }
-            for when, evaluation in measured.items()
-        },
+        intervals={when: _list_intervals(evaluation) for when, evaluation in measured.items()},
         heldout={"problems": sum(value is not None for value in graded), "answers": last.num_sampled} if last else {},
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=sum_phases(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
@@ -210,6 +203,11 @@ def build_outcome(
         no_accuracy=success.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
         measured=[(line["step"], _read_rates(line)) for line in every_line if line.get("eval/step") == line["step"]],
     )
+
+
+def _list_intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
+    intervals = {name: evaluation.interval(name) for name in evaluation.rates()}
+    return {name: [interval.low, interval.high] for name, interval in intervals.items() if interval is not None}
 
 
 def _read_rates(line: Mapping[str, float]) -> dict[str, float]:
