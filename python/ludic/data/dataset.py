@@ -19,10 +19,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from ludic.data.formats import KINDS, REQUIRED, Kind, Row, drop_empty_keys, find_dialogue_columns, find_fault
-from ludic.data.rows_on_disk import Changed, open_table
+from ludic.data.rows_on_disk import Changed, Lazy, open_table
 from ludic.data.sources import Draw, Table, read_table
 from ludic.errors import ConfigError, DataError
 
@@ -32,7 +32,7 @@ SHOWN_FAULTS = 3
 
 
 @dataclass(frozen=True, repr=False)
-class DataSet(Sequence[Row]):
+class DataSet(Lazy[Row]):
     """A sequence of rows that passed all checks. Example: the line `{"prompt": "2+2=", "answer":
     "4"}` is a row of kind `prompt`."""
 
@@ -65,13 +65,7 @@ class DataSet(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def read(self, index: int) -> Row:
         return self.rows[index]
 
     def __repr__(self) -> str:
@@ -191,7 +185,7 @@ COLUMNS = {
 
 def has_scored_responses(columns: Mapping[str, Any]) -> bool:
     """Whether the columns are two responses instead of chosen and rejected."""
-    has_both = all(_find_column(columns, name) for name in ("response_a", "response_b"))
+    has_both = all(any(column in columns for column in COLUMNS[name]) for name in ("response_a", "response_b"))
     return has_both and not {"chosen", "rejected"}.issubset(columns)
 
 
@@ -231,9 +225,4 @@ def _first_is_better(row: Row, where: str) -> bool | None:
 
 
 def _get_value(row: Row, name: str) -> Any:
-    column = _find_column(row, name)
-    return None if column is None else row[column]
-
-
-def _find_column(columns: Mapping[str, Any], name: str) -> str | None:
-    return next((column for column in COLUMNS[name] if column in columns), None)
+    return next((row[column] for column in COLUMNS[name] if column in row), None)

@@ -10,15 +10,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.processes import check_place, check_url, choose_kind, find_queue, is_on_one_machine
 from ludic.recipes.schema import Recipe
 from ludic.training.rollouts.batch_selection import choose_max_lag
-from ludic.training.rollouts.group_filters import (
-    COMPARING,
-    GroupFilter,
-    check_any_success,
-    check_quality_and_diversity,
-    check_response_diversity,
-    check_reward_nonzero_std,
-    of_rollouts,
-)
+from ludic.training.rollouts.group_filters import COMPARING, GROUP_FILTERS, of_rollouts
 from ludic.types import Rollout
 from ludic.user_objects import import_named
 
@@ -75,14 +67,6 @@ def check_actors(recipe: Recipe) -> None:
             f"actors with place.on={place.on} may run on several machines, which need a queue on a Redis server: set "
             "queue.url=redis://HOST:6379/0"
         )
-
-
-GROUP_FILTERS: dict[str, GroupFilter] = {
-    "nonzero_std": check_reward_nonzero_std,
-    "any_success": check_any_success,
-    "response_diversity": check_response_diversity,
-    "quality_and_diversity": check_quality_and_diversity,
-}
 
 
 def uses_pool(recipe: Recipe) -> bool:
