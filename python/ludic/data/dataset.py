@@ -128,9 +128,12 @@ def load_data(
             f"{source} has the columns {', '.join(rows[0])}; kind {kind} needs {' and '.join(REQUIRED[kind])}; "
             f"name the column that holds it, such as columns.{absent}=COLUMN (in Python columns={{{absent!r}: COLUMN}})"
         )
-    table = replace(table, rows=rows)
     conversational = isinstance(rows[0].get(find_dialogue_columns(kind, rows[0])[0]), list)
-    _check(table, kind, conversational)
+    checked = ((table.where(index), find_fault(row, kind, conversational=conversational)) for index, row in enumerate(rows))
+    faults = [f"{where}: {fault}" for where, fault in checked if fault is not None]
+    if faults:
+        more = f"; {len(faults) - SHOWN_FAULTS} more rows have faults" if len(faults) > SHOWN_FAULTS else ""
+        raise DataError("; ".join(faults[:SHOWN_FAULTS]) + more)
     clean = partial(drop_empty_keys, kind)
     return DataSet(kind, conversational, replace(table, rows=_change(rows, clean, streaming)))
 
@@ -162,14 +165,6 @@ def _fill_columns(rows: Sequence[Row], columns: Mapping[str, str | Sequence[str]
         return filled
 
     return fill
-
-
-def _check(table: Table, kind: Kind, conversational: bool) -> None:
-    checked = ((index, find_fault(row, kind, conversational=conversational)) for index, row in enumerate(table.rows))
-    faults = [f"{table.where(index)}: {fault}" for index, fault in checked if fault is not None]
-    if faults:
-        more = f"; {len(faults) - SHOWN_FAULTS} more rows have faults" if len(faults) > SHOWN_FAULTS else ""
-        raise DataError("; ".join(faults[:SHOWN_FAULTS]) + more)
 
 
 COLUMNS = {

@@ -23,11 +23,9 @@ def uses_queue(recipe: Recipe) -> bool:
 def count_prompts_per_entry(recipe: Recipe) -> int:
     """The prompts of an entry. By default the largest divisor of a batch that is no more than a
     quarter of it, rounded up: of 32 prompts 8, of 10 prompts 2, of 3 prompts 1."""
-    prompts, chosen = recipe.rollout.prompts, recipe.queue.prompts_per_entry
-    if chosen is not None:
-        return chosen
-    quarter = -(-prompts // 4)
-    return next(size for size in range(quarter, 0, -1) if prompts % size == 0)
+    prompts = recipe.rollout.prompts
+    default = next(size for size in range(-(-prompts // 4), 0, -1) if prompts % size == 0)
+    return recipe.queue.prompts_per_entry or default
 
 
 def check_actors(recipe: Recipe) -> None:
