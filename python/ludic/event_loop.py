@@ -8,10 +8,10 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -123,25 +123,17 @@ async def run_in_daemon_thread(call: Callable[[], T], *, name: str) -> T:
     It does not use the loop's thread pool, because a few hanging calls would exhaust it, and the
     interpreter would wait for them at exit.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
-    context = copy_context()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result((result, error))
+    loop, context = asyncio.get_running_loop(), copy_context()
+    outcome, done = Future[T](), asyncio.Event()
 
     def work() -> None:
-        result, failure = None, None
         try:
-            result = context.run(call)
+            outcome.set_result(context.run(call))
         except BaseException as error:
-            failure = error
+            outcome.set_exception(error)
         with suppress(RuntimeError):  # the loop is closed: nothing waits
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=work, name=name, daemon=True).start()
-    result, error = await done
-    if error is not None:
-        raise error
-    return cast(T, result)
+    await done.wait()
+    return outcome.result()

@@ -141,15 +141,15 @@ def boxed_parser(raw: str, *, success_reward: float = 0.1, error_reward: float =
 
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)")
-PYTHON_TAGS = ("python", "python3", "py", "py3", "{python}", "{.python}")
+PYTHON_TAGS = {"python", "python3", "py", "py3", "{python}", "{.python}"}
 _DEEPEST_FENCE = 3
 _VERSION = re.compile(r"^(python|py)[\d.]+$")
 _THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 
 
-def extract_last_code_block(raw: str, *, languages: Sequence[str] = PYTHON_TAGS) -> str | None:
-    """The content of the last fenced block in one of the `languages`, or else of the last without a
-    language, or else of the last one; None if no block has content.
+def extract_last_code_block(raw: str) -> str | None:
+    """The content of the last fenced block of Python, or else of the last without a language, or
+    else of the last one; None if no block has content.
 
     A fence is three or more backticks or tildes. As many of the same or more close it, unless they
     are indented by four or more further than it, as in a docstring; a fence that names a language
@@ -163,9 +163,8 @@ def extract_last_code_block(raw: str, *, languages: Sequence[str] = PYTHON_TAGS)
         return None
     closed, unclosed = _scan_fences(raw[_end_of_thoughts(raw, thoughts) :])
     blocks = [block for block in [*closed, *([unclosed] if unclosed else [])] if block[1].strip()]
-    known = {name.lower() for name in languages}
     wanted = (
-        [block for block in blocks if known & {block[0], _VERSION.sub(r"\1", block[0])}]
+        [block for block in blocks if PYTHON_TAGS & {block[0], _VERSION.sub(r"\1", block[0])}]
         or [block for block in blocks if not block[0]]
         or blocks
     )
@@ -179,18 +178,14 @@ def _end_of_thoughts(raw: str, tags: Sequence[re.Match[str]]) -> int:
     """
     end, is_thinking = 0, False
     for tag in tags:
-        is_in_block = not is_thinking and _scan_fences(raw[end : tag.start()])[1] is not None
-        if is_in_block and _line_of(raw, tag).strip() != tag[0]:
-            break
+        if not is_thinking and _scan_fences(raw[end : tag.start()])[1] is not None:  # in a block
+            before, after = raw[: tag.start()].rpartition("\n")[2], raw[tag.end() :].partition("\n")[0]
+            if before.strip() or after.strip():
+                break
         if tag[1]:
             end = tag.end()
         is_thinking = not tag[1]
     return end
-
-
-def _line_of(text: str, match: re.Match[str]) -> str:
-    stop = text.find("\n", match.end())
-    return text[text.rfind("\n", 0, match.start()) + 1 : None if stop < 0 else stop]
 
 
 def _scan_fences(text: str) -> tuple[list[tuple[str, str]], tuple[str, str] | None]:

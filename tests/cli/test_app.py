@@ -155,7 +155,10 @@ def test_a_callback_ends_a_run_and_its_reason_is_in_the_summary(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["callbacks.keep_best=sampled_reward"], "set trainer.eval_every_n_steps"),
+        (
+            ["callbacks.keep_best=sampled_reward"],
+            "there are none; set eval_every_n_steps (in a recipe trainer.eval_every_n_steps)",
+        ),
         (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "reads loss, which this run does not measure"),
         (["callbacks.stop.at=1"], "callbacks.stop.at (1.0) needs callbacks.stop.metric; set that too"),
         (["callbacks.own=json:dumps"], "callbacks.own (json:dumps)"),

@@ -19,10 +19,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from ludic.data.formats import KINDS, REQUIRED, Kind, Row, drop_empty_keys, find_dialogue_columns, find_fault
-from ludic.data.rows_on_disk import Changed, open_table
+from ludic.data.rows_on_disk import Changed, Lazy, open_table
 from ludic.data.sources import Draw, Table, read_table
 from ludic.errors import ConfigError, DataError
 
@@ -32,7 +32,7 @@ SHOWN_FAULTS = 3
 
 
 @dataclass(frozen=True, repr=False)
-class DataSet(Sequence[Row]):
+class DataSet(Lazy[Row]):
     """A sequence of rows that passed all checks. Example: the line `{"prompt": "2+2=", "answer":
     "4"}` is a row of kind `prompt`."""
 
@@ -65,13 +65,7 @@ class DataSet(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def read(self, index: int) -> Row:
         return self.rows[index]
 
     def __repr__(self) -> str:
@@ -134,9 +128,12 @@ def load_data(
             f"{source} has the columns {', '.join(rows[0])}; kind {kind} needs {' and '.join(REQUIRED[kind])}; "
             f"name the column that holds it, such as columns.{absent}=COLUMN (in Python columns={{{absent!r}: COLUMN}})"
         )
-    table = replace(table, rows=rows)
     conversational = isinstance(rows[0].get(find_dialogue_columns(kind, rows[0])[0]), list)
-    _check(table, kind, conversational)
+    checked = ((table.where(index), find_fault(row, kind, conversational=conversational)) for index, row in enumerate(rows))
+    faults = [f"{where}: {fault}" for where, fault in checked if fault is not None]
+    if faults:
+        more = f"; {len(faults) - SHOWN_FAULTS} more rows have faults" if len(faults) > SHOWN_FAULTS else ""
+        raise DataError("; ".join(faults[:SHOWN_FAULTS]) + more)
     clean = partial(drop_empty_keys, kind)
     return DataSet(kind, conversational, replace(table, rows=_change(rows, clean, streaming)))
 
@@ -170,14 +167,6 @@ def _fill_columns(rows: Sequence[Row], columns: Mapping[str, str | Sequence[str]
     return fill
 
 
-def _check(table: Table, kind: Kind, conversational: bool) -> None:
-    checked = ((index, find_fault(row, kind, conversational=conversational)) for index, row in enumerate(table.rows))
-    faults = [f"{table.where(index)}: {fault}" for index, fault in checked if fault is not None]
-    if faults:
-        more = f"; {len(faults) - SHOWN_FAULTS} more rows have faults" if len(faults) > SHOWN_FAULTS else ""
-        raise DataError("; ".join(faults[:SHOWN_FAULTS]) + more)
-
-
 COLUMNS = {
     "prompt": ("prompt", "history"),
     "response_a": ("response_a", "human_ref_A"),
@@ -191,7 +180,7 @@ COLUMNS = {
 
 def has_scored_responses(columns: Mapping[str, Any]) -> bool:
     """Whether the columns are two responses instead of chosen and rejected."""
-    has_both = all(_find_column(columns, name) for name in ("response_a", "response_b"))
+    has_both = all(any(column in columns for column in COLUMNS[name]) for name in ("response_a", "response_b"))
     return has_both and not {"chosen", "rejected"}.issubset(columns)
 
 
@@ -231,9 +220,4 @@ def _first_is_better(row: Row, where: str) -> bool | None:
 
 
 def _get_value(row: Row, name: str) -> Any:
-    column = _find_column(row, name)
-    return None if column is None else row[column]
-
-
-def _find_column(columns: Mapping[str, Any], name: str) -> str | None:
-    return next((column for column in COLUMNS[name] if column in columns), None)
+    return next((row[column] for column in COLUMNS[name] if column in row), None)

@@ -7,7 +7,7 @@ columns are kept unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 Row = dict[str, Any]
@@ -57,11 +57,7 @@ def _find_value_fault(name: str, value: Any, kind: Kind, conversational: bool) -
         return f"{name} is {forms[not conversational]} where the first row has {forms[conversational]}; a data set has one form"
     if not value and name != "completion":
         return f"{name} is empty"
-    return _find_message_fault(name, value) if isinstance(value, list) else None
-
-
-def _find_message_fault(name: str, messages: Sequence[Any]) -> str | None:
-    for number, message in enumerate(messages):
+    for number, message in enumerate(value if isinstance(value, list) else ()):
         where = f"{name}[{number}]"
         if not isinstance(message, dict):
             return f"{where} must be a message such as {{'role': 'user', 'content': '...'}}, not {_name_type(message)}"

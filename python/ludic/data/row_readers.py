@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.data.formats import Row
-from ludic.data.sources import is_local, is_saved_data_set, open_arrow, parse_line
+from ludic.data.sources import find_path, is_saved_data_set, open_arrow, parse_line
 from ludic.errors import DataError, MissingExtraError
 from ludic.files.jsonl import is_blank
 
@@ -27,25 +27,19 @@ _HASHED_BYTES = 65_536
 _HELD_OUT = re.compile(r"(test|val|valid|validation|dev)[-_.]", re.IGNORECASE)
 
 
-def open_readers(sources: Sequence[str], *, config: str | None = None, split: str = "train") -> list[RowReader]:
+def open_readers(sources: Sequence[str]) -> list[RowReader]:
     """The readers of files, folders of files, and ids. Raises DataError for what cannot be read as
     a stream."""
     readers: list[RowReader] = []
+    fault = f"cannot be read as a stream; files that can end in {', '.join(_FILES)}; name others, or set streaming=false"
     for source in sources:
-        path = Path(source).expanduser()
-        if path.is_dir() and not is_saved_data_set(path):
+        path = find_path(source, _FILES, fault)
+        if path is None or is_saved_data_set(path):
+            readers.append(DatasetsReader(source))
+        elif path.is_dir():
             readers += [_FILES[shard.suffix.lower()](str(shard), shard) for shard in _list_shards(path, source)]
-        elif path.suffix.lower() in _FILES:
-            if not path.is_file():
-                raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
-            readers.append(_FILES[path.suffix.lower()](source, path))
-        elif path.is_dir() or not is_local(source):
-            readers.append(DatasetsReader(source, config, split))
         else:
-            raise DataError(
-                f"{source} cannot be read as a stream; files that can end in {', '.join(_FILES)}, folders have such, and ids are of the "
-                "hub; or set streaming=false"
-            )
+            readers.append(_FILES[path.suffix.lower()](source, path))
     return readers
 
 
@@ -156,8 +150,8 @@ class DatasetsReader:
     """A data set that the `datasets` library streams, from the hub or from a folder. A position is
     {"rows": number of rows before, "state": the library's}."""
 
-    def __init__(self, name: str, config: str | None, split: str) -> None:
-        self.name, self._config, self._split = name, config, split
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._data: Any = None
         self._rows: Iterator[Any] | None = None
         self._at: Any = None
@@ -169,16 +163,14 @@ class DatasetsReader:
         except (DataError, MissingExtraError):
             raise
         except Exception as error:  # its exceptions have no common base
-            raise DataError(
-                f"{self.name} (config {self._config}, split {self._split}) could not be streamed: {type(error).__name__}: {error}"
-            ) from error
+            raise DataError(f"{self.name} (split train) could not be streamed: {type(error).__name__}: {error}") from error
 
     def _take(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
         number = 0 if position is None else int(position["rows"])
         if self._rows is None or position != self._at or position is None:
             path = Path(self.name).expanduser()
             source = str(path) if is_saved_data_set(path) else self.name
-            self._data = open_arrow(self.name, source, self._config, self._split, streaming=True)
+            self._data = open_arrow(self.name, source, None, "train", streaming=True)
             if position is not None:
                 self._data.load_state_dict(position["state"])
             self._rows = iter(self._data)
@@ -198,7 +190,7 @@ class DatasetsReader:
         return None
 
     def identity(self) -> Any:
-        return (self.name, self._config, self._split)
+        return (self.name, None, "train")  # configuration and split of the library
 
 
 RowReader = JSONLReader | ParquetReader | DatasetsReader

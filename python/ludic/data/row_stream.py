@@ -31,23 +31,13 @@ class RowStream:
     and each parses its own rows alone.
 
     `sources` are JSONL and parquet files, folders of such, or ids of the `datasets` library, which
-    streams them (`config` and `split` are for those). Raises DataError, naming the row, for one
-    that cannot be read, when it is read.
+    streams them. Raises DataError, naming the row, for one that cannot be read, when it is read.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[str],
-        *,
-        buffer_rows: int = 10_000,
-        shuffle: bool = True,
-        seed: int = 0,
-        config: str | None = None,
-        split: str = "train",
-    ) -> None:
+    def __init__(self, sources: Sequence[str], *, buffer_rows: int = 10_000, shuffle: bool = True, seed: int = 0) -> None:
         if buffer_rows < 1:
             raise ConfigError(f"shuffle_buffer ({buffer_rows}) must be at least 1 row")
-        self.readers: list[RowReader] = open_readers(sources, config=config, split=split)
+        self.readers: list[RowReader] = open_readers(sources)
         self.buffer_rows, self.shuffle, self.seed = buffer_rows, shuffle, seed
         self.taken = 0
         """Rows of all ranks so far: the running number of the next one."""

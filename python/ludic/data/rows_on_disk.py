@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar, overload
 
 from ludic.data.formats import Row
-from ludic.data.sources import Table, is_local, open_arrow, parse_line
+from ludic.data.sources import Table, find_path, open_arrow, parse_line
 from ludic.errors import DataError
 from ludic.files.jsonl import is_blank
 
@@ -113,19 +113,12 @@ class LineRows(Lazy[Row]):
 def open_table(source: str, *, config: str | None = None, split: str = "train") -> Table:
     """The rows of a JSONL file, a parquet file, a folder or a hub id, left on disk. `config` and
     `split` are for ids and folders. Raises DataError for anything else."""
-    path = Path(source).expanduser()
-    if path.suffix.lower() in LINES and not path.is_dir():
-        if not path.is_file():
-            raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
+    fault = f"cannot stay on disk; {', '.join(LINES)}, .parquet, folders and ids of the hub can, or set streaming=false"
+    path = find_path(source, (*LINES, ".parquet"), fault)
+    if path is not None and path.is_file() and path.suffix.lower() in LINES:
         rows = LineRows(source, path)
         return Table(source, "line", rows, rows.numbers)
-    if path.is_file() and path.suffix.lower() != ".parquet":
-        raise DataError(
-            f"{source} cannot stay on disk; {', '.join(LINES)}, .parquet, folders and ids of the hub can, or set streaming=false"
-        )
-    if not path.exists() and is_local(source):
-        raise DataError(f"{source} does not exist, seen from {Path.cwd()}")
-    loaded = open_arrow(source, str(path) if path.exists() else source, config, split)
+    loaded = open_arrow(source, source if path is None else str(path), config, split)
     rows_of_arrow = Changed(loaded, lambda _, row: dict(row))  # the library maps them from its files
     return Table(source, "row", rows_of_arrow, range(1, len(loaded) + 1))
 

@@ -28,7 +28,6 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 """Format -> the columns that are read. The first one tells the format."""
 _MAY_MIX = frozenset(("messages", "prompt_completion", "rollout", "tokens"))
-_KNOWN_BESIDE = {"rollout": ("id", "meta")}
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -105,7 +104,7 @@ class FormatCount:
         parts, used = [], set[str]()
         for name, count in self.rows.items():
             columns = [column for column in FORMATS[name] if column in self.columns]
-            used.update(columns, _KNOWN_BESIDE.get(name, ()))
+            used.update(columns, ("id", "meta") if name == "rollout" else ())
             parts.append(f"{count:,} {'row' if count == 1 else 'rows'} of {name} ({', '.join(columns)})")
         unread = [column for column in self.columns if column not in used]
         return f"{self.name}: {', '.join(parts)}" + (f"; not read: {', '.join(unread)}" if unread else "")

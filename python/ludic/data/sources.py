@@ -11,7 +11,7 @@ import glob
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -69,22 +69,27 @@ class Draw:
 def read_table(source: str, *, config: str | None = None, split: str = "train", draw: Draw | None = None) -> Table:
     """Read the rows of `source`. `config` and `split` are for hub ids and folders. Rows outside
     `draw` are neither parsed nor copied."""
-    draw = draw or Draw()
+    draw, suffixes = draw or Draw(), ", ".join(sorted(READERS))
+    path = find_path(source, READERS, f"ends in {Path(source).suffix or 'nothing'}; files that are read end in {suffixes}")
+    if path is None or path.is_dir():
+        loaded = open_arrow(source, source if path is None else str(path), config, split)
+        drawn = draw.of(len(loaded))
+        return _number_rows(source, (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list(), drawn)
+    return READERS[path.suffix.lower()](source, path, draw)
+
+
+def find_path(source: str, suffixes: Collection[str], fault: str) -> Path | None:
+    """The folder, or the file with one of the `suffixes`, that `source` names; None for an id of
+    the hub. Raises DataError for a path that does not exist, and with `fault` for another file."""
     path = Path(source).expanduser()
-    if path.is_dir():
-        return _load_datasets(source, str(path), config, split, draw)
-    if path.suffix.lower() in READERS:
-        if not path.is_file():
-            raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
-        return READERS[path.suffix.lower()](source, path, draw)
-    if path.is_file():
-        raise DataError(f"{source} ends in {path.suffix or 'nothing'}; files that are read end in {', '.join(sorted(READERS))}")
-    if is_local(source):
+    if path.exists() and not path.is_dir() and path.suffix.lower() not in suffixes:
+        raise DataError(f"{source} {fault}")
+    if not path.exists() and is_local(source):
         raise DataError(
-            f"{source} does not exist, seen from {Path.cwd()}; give a file that ends in {', '.join(sorted(READERS))}, a folder, or an "
+            f"{source} does not exist, seen from {Path.cwd()}; give a file that ends in {', '.join(sorted(suffixes))}, a folder, or an "
             "id of the hub such as openai/gsm8k"
         )
-    return _load_datasets(source, source, config, split, draw)
+    return path if path.exists() else None
 
 
 def _read_jsonl(name: str, path: Path, draw: Draw) -> Table:
@@ -146,12 +151,6 @@ READERS: dict[str, Callable[[str, Path, Draw], Table]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-
-
-def _load_datasets(name: str, source: str, config: str | None, split: str, draw: Draw) -> Table:
-    loaded = open_arrow(name, source, config, split)
-    drawn = draw.of(len(loaded))
-    return _number_rows(name, (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list(), drawn)
 
 
 def is_saved_data_set(path: Path) -> bool:

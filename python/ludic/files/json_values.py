@@ -34,13 +34,12 @@ def encode_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
     failures: list[Exception] = []
     for record in records:
         try:
-            yield _ENCODER.encode(record) + b"\n"
-            continue
-        except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
-            pass
+            line = _ENCODER.encode(record)
         except Exception as error:
-            failures.append(error)
-        yield json.dumps(make_encodable(record), allow_nan=False).encode() + b"\n"
+            if not isinstance(error, UnicodeEncodeError):  # half of a surrogate pair, which only an escape can write
+                failures.append(error)
+            line = json.dumps(make_encodable(record), allow_nan=False).encode()
+        yield line + b"\n"
     if failures:
         logger.warning(
             "%d records hold what cannot be written (%s), and a note in its place instead",

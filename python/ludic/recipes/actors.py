@@ -10,15 +10,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.processes import check_place, check_url, choose_kind, find_queue, is_on_one_machine
 from ludic.recipes.schema import Recipe
 from ludic.training.rollouts.batch_selection import choose_max_lag
-from ludic.training.rollouts.group_filters import (
-    COMPARING,
-    GroupFilter,
-    check_any_success,
-    check_quality_and_diversity,
-    check_response_diversity,
-    check_reward_nonzero_std,
-    of_rollouts,
-)
+from ludic.training.rollouts.group_filters import COMPARING, GROUP_FILTERS, of_rollouts
 from ludic.types import Rollout
 from ludic.user_objects import import_named
 
@@ -31,11 +23,9 @@ def uses_queue(recipe: Recipe) -> bool:
 def count_prompts_per_entry(recipe: Recipe) -> int:
     """The prompts of an entry. By default the largest divisor of a batch that is no more than a
     quarter of it, rounded up: of 32 prompts 8, of 10 prompts 2, of 3 prompts 1."""
-    prompts, chosen = recipe.rollout.prompts, recipe.queue.prompts_per_entry
-    if chosen is not None:
-        return chosen
-    quarter = -(-prompts // 4)
-    return next(size for size in range(quarter, 0, -1) if prompts % size == 0)
+    prompts = recipe.rollout.prompts
+    default = next(size for size in range(-(-prompts // 4), 0, -1) if prompts % size == 0)
+    return recipe.queue.prompts_per_entry or default
 
 
 def check_actors(recipe: Recipe) -> None:
@@ -75,14 +65,6 @@ def check_actors(recipe: Recipe) -> None:
             f"actors with place.on={place.on} may run on several machines, which need a queue on a Redis server: set "
             "queue.url=redis://HOST:6379/0"
         )
-
-
-GROUP_FILTERS: dict[str, GroupFilter] = {
-    "nonzero_std": check_reward_nonzero_std,
-    "any_success": check_any_success,
-    "response_diversity": check_response_diversity,
-    "quality_and_diversity": check_quality_and_diversity,
-}
 
 
 def uses_pool(recipe: Recipe) -> bool:

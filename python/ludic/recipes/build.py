@@ -115,15 +115,10 @@ def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epis
     `tokenizer` is the policy's."""
     if recipe.reward_model is None:
         return task
-    derived = {
-        "task": task,
-        "tokenizer": tokenizer,
-        "source": recipe.reward_model,
-        "device": recipe.trainer.model_device,
-        "max_seq_len": recipe.trainer.max_seq_len,
-    }
-    judged_task: EpisodicTask = _call(judged_by, {**recipe.reward_model_args, **derived}, "reward_model_args")
-    return judged_task
+    cfg = recipe.trainer
+    derived = {"source": recipe.reward_model, "device": cfg.model_device, "max_seq_len": cfg.max_seq_len}
+    arguments = {**recipe.reward_model_args, **derived, "task": task, "tokenizer": tokenizer}
+    return _call(judged_by, arguments, "reward_model_args")
 
 
 def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
@@ -235,18 +230,11 @@ def build_controllers(section: ControllersSection, algorithm: RLAlgorithm, *, gr
     controllers: list[Controller] = []
     if kl.target and kl.horizon and kl.step_size:
         beta = _require(algorithm, "beta", "controllers.kl")
-        controllers.append(KLController(beta, target=kl.target, horizon=kl.horizon, step_size=kl.step_size))
+        controllers.append(KLController(beta, **vars(kl)))
     if schedule is not None and entropy.lr:
-        controllers.append(
-            EntropyController(
-                _require(algorithm, "tau", "controllers.entropy"),
-                target=schedule,
-                lr=entropy.lr,
-                least=entropy.least,
-                most=entropy.most,
-                warmup_steps=entropy.warmup_steps,
-            )
-        )
+        tau = _require(algorithm, "tau", "controllers.entropy")
+        settings = {name: getattr(entropy, name) for name in ("lr", "least", "most", "warmup_steps")}
+        controllers.append(EntropyController(tau, target=schedule, **settings))
     return controllers
 
 

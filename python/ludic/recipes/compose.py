@@ -46,16 +46,10 @@ from ludic.recipes.schema import AUTO, Recipe, make_trainer_section
 logger = logging.getLogger(__name__)
 
 _OPEN_SECTIONS = (
-    "task.args",
-    "algorithm_args",
-    "chat_template_kwargs",
-    "model_init_kwargs",
-    "data",
-    "reward",
-    "eval_reward",
-    "reward_model_args",
-    "report_args",
-)  # their keys are checked by what takes them as arguments
+    *("task.args", "algorithm_args", "reward_model_args", "report_args", "chat_template_kwargs", "model_init_kwargs"),
+    *("data", "reward", "eval_reward"),
+)
+"""Their keys are checked by what takes them as arguments."""
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 _BUILTIN = files("ludic.recipes") / "builtin"
@@ -289,18 +283,14 @@ def _check_key(key: str, known: Sequence[str], where: str = "") -> None:
         raise ConfigError(f"{where}there is no setting {key!r}{suggest(key, known)}")
 
 
-def _list_paths(tree: DictConfig) -> list[str]:
+def _list_paths(tree: Any, prefix: str = "") -> list[str]:
     """The full paths of all keys, sections included; open sections are not entered."""
-    return _list_paths_below(cast(dict[Any, Any], OmegaConf.to_container(tree)), "")
-
-
-def _list_paths_below(section: Mapping[Any, Any], prefix: str) -> list[str]:
-    paths = []
+    section: Any = OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else tree
+    paths: list[str] = []
     for key, value in section.items():
-        path = f"{prefix}{key}"
-        paths.append(path)
-        if isinstance(value, Mapping) and path not in _OPEN_SECTIONS:
-            paths.extend(_list_paths_below(value, f"{path}."))
+        paths.append(f"{prefix}{key}")
+        if isinstance(value, Mapping) and paths[-1] not in _OPEN_SECTIONS:
+            paths += _list_paths(value, f"{paths[-1]}.")
     return paths
 
 

@@ -431,15 +431,9 @@ def explain(name: str, known: Sequence[str]) -> str | None:
         is_open = section in _OPEN and section in known and (section != "task.args" or "algorithm_args" in known)
         if path in known or is_open:
             return f"it is called {path}"
-    for table, form in (
-        (OTHERS, "{}"),
-        (INSTEAD, "write {}"),
-        (REASONS, "{}"),
-        (FLAT_REASONS, "{}"),
-        (ARGUMENTS, "in Python: {}"),
-    ):
+    for before, table in (("", OTHERS), ("write ", INSTEAD), ("", REASONS), ("", FLAT_REASONS), ("in Python: ", ARGUMENTS)):
         if name in table:
-            return form.format(table[name])
+            return before + table[name]
     if found:
         return f"it is {found[-1]}, a setting of another command"
     while "." in name:

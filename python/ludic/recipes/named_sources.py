@@ -38,8 +38,9 @@ def check_named_sources(recipe: Any) -> None:
         if isinstance(source := _select(recipe, setting), str):
             check_place(source)
     for setting in _FUNCTIONS:
-        for name in _list_names(_select(recipe, setting)):
-            if ":" in name:
+        named = _select(recipe, setting)  # one name, a list of names, or names with their weights
+        for name in [named] if isinstance(named, str) else named if isinstance(named, Sequence | Mapping) else ():
+            if isinstance(name, str) and ":" in name:
                 import_named(name, setting)
     for tool in find_tools(_select(recipe, "tools")):
         check_tool(tool)
@@ -95,12 +96,6 @@ def _list_sources(data: Any) -> Iterator[str]:
         source = entry.get("id") if isinstance(entry, Mapping) else entry
         if isinstance(source, str):
             yield source
-
-
-def _list_names(names: Any) -> list[str]:
-    """One name, a list of names, or names with their weights."""
-    listed = [names] if isinstance(names, str) else names if isinstance(names, Sequence | Mapping) else ()
-    return [name for name in listed if isinstance(name, str)]
 
 
 def _select(recipe: Any, path: str) -> Any:

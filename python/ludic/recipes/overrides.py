@@ -221,7 +221,11 @@ def parse_flags(arguments: Sequence[str | Override]) -> Iterator[str | Override]
         elif name in SWITCHES:
             raise ConfigError(f"{name} is a switch and takes no value")
         else:
-            raise ConfigError(_describe_unknown(name))
+            ours = SETTINGS.get(name.lstrip("-").replace("-", "_"), "").split(",")
+            others = "`ludic train-rm --help` lists them; settings without one are key=value"
+            remedy = did_you_mean(name, [*FLAGS, *SWITCHES, _DIRECTORY], others, count=2)
+            named = next((f"; it is called {flag}" for flag, (key, _) in FLAGS.items() if key in ours), remedy)
+            raise ConfigError(f"there is no flag {name}{named}")
     yield from (argument for argument in arguments if isinstance(argument, Override))
 
 
@@ -237,12 +241,3 @@ def _make_overrides(name: str, value: str) -> Iterator[Override]:
         yield Override(key, names if kind is list else kind(value), f"{name} {value}")
     except ValueError as error:
         raise ConfigError(f"{name} ({value}) must be {'a whole number' if kind is int else 'a number'}") from error
-
-
-def _describe_unknown(name: str) -> str:
-    ours = SETTINGS.get(name.lstrip("-").replace("-", "_"), "").split(",")
-    for flag, (key, _) in FLAGS.items():
-        if key in ours:
-            return f"there is no flag {name}; it is called {flag}"
-    others = "`ludic train-rm --help` lists them; settings without one are key=value"
-    return f"there is no flag {name}{did_you_mean(name, [*FLAGS, *SWITCHES, _DIRECTORY], others, count=2)}"

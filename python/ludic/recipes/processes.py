@@ -270,7 +270,9 @@ def check_url(url: str) -> None:
     password."""
     if "://" not in url and url.endswith(".sqlite"):
         return
-    shown = _hide_password(url)
+    start = url.find("://") + 3 if "://" in url else 0
+    _, at, place = url[start:].rpartition("@")  # a password may hold any other character
+    shown = f"{url[:start]}{'***@' if at else ''}{place.partition('?')[0].partition('#')[0]}"
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -284,15 +286,3 @@ def check_url(url: str) -> None:
             f"queue.url ({shown}) has a password, and settings are written to config.yaml and sent to trackers; set {URL_VARIABLE} to "
             "the whole address, and queue.url to the address without it"
         )
-
-
-def _hide_password(url: str) -> str:
-    """The address to show: `redis://***@host/0` for `redis://user:secret@host/0?ssl_password=x`.
-
-    Everything before the last `@` is hidden, since a password may hold any character.
-    """
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        scheme, rest = "", url
-    _, at, place = rest.rpartition("@")
-    return f"{scheme}{separator}{'***@' if at else ''}{place.partition('?')[0].partition('#')[0]}"

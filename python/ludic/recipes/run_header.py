@@ -24,16 +24,12 @@ def run_header(
     else `GRPO_RECIPE_USED` or `GRPO_RECIPE`. An entry that is not known is `unknown`.
     """
     env = os.environ if environment is None else environment
-    header: dict[str, str | bool] = {}
-    if given := env.get("MAXENT_GIT_SHA"):
-        header[_SHA] = given
-    else:
-        where = folder or Path.cwd()
-        commit = _ask_git(where, "rev-parse", "--short", "HEAD")
-        header[_SHA] = commit or UNKNOWN
-        changed = _ask_git(where, "status", "--porcelain", "--untracked-files=no") if commit else None
-        if changed is not None:
-            header[_DIRTY] = bool(changed)
+    where, given = folder or Path.cwd(), env.get("MAXENT_GIT_SHA")
+    commit = given or _ask_git(where, "rev-parse", "--short", "HEAD")
+    header: dict[str, str | bool] = {_SHA: commit or UNKNOWN}
+    changed = None if given or not commit else _ask_git(where, "status", "--porcelain", "--untracked-files=no")
+    if changed is not None:
+        header[_DIRTY] = bool(changed)
     header[_RECIPE] = str(recipe_path or env.get("GRPO_RECIPE_USED") or env.get("GRPO_RECIPE") or UNKNOWN)
     return header
 

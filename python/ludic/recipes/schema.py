@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import types
-from dataclasses import MISSING as NO_DEFAULT, Field, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING as NO_DEFAULT, dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
@@ -319,8 +319,14 @@ def make_trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[An
     """`config` as a dataclass for OmegaConf: the same fields and defaults, with plain types for
     literals. `DERIVED` are left out, `NULL_UNLESS_SET` are null, and the device is `auto`."""
     hints = get_type_hints(config) | dict.fromkeys(NULL_UNLESS_SET, Optional[int])  # noqa: UP045
-    included = [item for item in fields(config) if item.init and item.name not in DERIVED]
-    made = [(item.name, _simplify_type(hints[item.name]), _copy_field(item)) for item in included]
+    replaced = dict.fromkeys(NULL_UNLESS_SET) | {"model_device": AUTO}
+    made: list[tuple[str, Any, Any]] = []
+    for item in fields(config):
+        if item.init and item.name not in DERIVED:
+            copied: Any = field(default=replaced.get(item.name, item.default))
+            if item.default_factory is not NO_DEFAULT and item.name not in replaced:
+                copied = field(default_factory=item.default_factory)
+            made.append((item.name, _simplify_type(hints[item.name]), copied))
     return make_dataclass("TrainerSection", made, namespace={"config_class": config})
 
 
@@ -332,14 +338,3 @@ def _simplify_type(hint: Any) -> Any:
         members = {_simplify_type(member) for member in get_args(hint) if member is not type(None)}
         return Optional[members.pop()] if len(members) == 1 and type(None) in get_args(hint) else Any  # noqa: UP045
     return hint if hint in (int, float, str, bool) or get_origin(hint) is tuple else Any
-
-
-def _copy_field(item: Field[Any]) -> Field[Any]:
-    default: Any = item.default
-    if item.name == "model_device":
-        default = AUTO
-    elif item.name in NULL_UNLESS_SET:
-        default = None
-    elif item.default_factory is not NO_DEFAULT:
-        return field(default_factory=item.default_factory)
-    return field(default=default)

@@ -67,6 +67,13 @@ def check_quality_and_diversity(samples: Sequence[Any]) -> bool:
 
 COMPARING = (check_reward_nonzero_std, check_quality_and_diversity)
 """Filters that compare the members of a group, and so refuse every group of one."""
+GROUP_FILTERS: dict[str, GroupFilter] = {
+    "nonzero_std": check_reward_nonzero_std,
+    "any_success": check_any_success,
+    "response_diversity": check_response_diversity,
+    "quality_and_diversity": check_quality_and_diversity,
+}
+"""Name in a recipe (`rollout.group_filter`) -> the filter."""
 
 
 def make_threshold_filter(threshold: float) -> GroupFilter:
