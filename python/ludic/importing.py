@@ -17,6 +17,7 @@ from typing import Any
 MOVED = {
     "ludic.agent": "ludic.agents",
     "ludic.envs.code_exec.factory": "ludic.envs.code_exec.backend",
+    "ludic.eval.core": "ludic.eval.evaluator",
     "ludic.inference.extensions.base": "ludic.inference.extensions.vllm",
     "ludic.inference.servers.client_tag_middleware": "ludic.inference.vllm.in_server.client_tag_middleware",
     "ludic.inference.servers.secret_middleware": "ludic.inference.vllm.in_server.secret_middleware",
@@ -25,6 +26,8 @@ MOVED = {
     "ludic.inference.vllm_client": "ludic.inference.vllm.reward_client",
     "ludic.inference.vllm_server": "ludic.inference.vllm.in_server.server",
     "ludic.inference.vllm_utils": "ludic.inference.vllm.launch",
+    "ludic.interaction.info": "ludic.interaction.steps",
+    "ludic.interaction.step_collector": "ludic.interaction.multi_agent",
     "ludic.recipes.tokenizer": "ludic.models.byte_tokenizer",
     "ludic.rollouts.agents": "ludic.agents",
     "ludic.rollouts.training.filters": "ludic.training.rollouts.group_filters",

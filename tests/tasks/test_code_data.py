@@ -10,7 +10,7 @@ from fake_sandboxes import FakePool
 from ludic.errors import ConfigError, DataError
 from ludic.recipes.build import build_task
 from ludic.recipes.schema import TaskSection
-from ludic.tasks.code_data import CodeData
+from ludic.tasks.code import CodeData
 from ludic.tasks.data_task import TaskData
 
 ROWS = [

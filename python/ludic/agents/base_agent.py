@@ -57,10 +57,7 @@ class Agent:
         incomplete_completion_penalty: float = -0.1,
         incomplete_completion_feedback: str = INCOMPLETE_FEEDBACK,
     ) -> None:
-        self._client = client
-        self._model = model
-        self._ctx = ctx
-        self._parser = parser
+        self._client, self._model, self._ctx, self._parser = client, model, ctx, parser
         self._reject_incomplete_completions = reject_incomplete_completions
         self._incomplete_completion_penalty = incomplete_completion_penalty
         self._incomplete_completion_feedback = incomplete_completion_feedback

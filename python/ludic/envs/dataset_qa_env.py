@@ -48,14 +48,9 @@ class DatasetQAEnv(SingleAgentEnv):
     ) -> None:
         super().__init__()
         self.sample = sample
-        self._prompt_key = prompt_key
-        self._answer_key = answer_key
-        self._system_prompt = system_prompt
-        self._prompt_builder = prompt_builder
-        self._target_parser = target_parser
-        self._verifier = verifier
-        self._correct_reward = correct_reward
-        self._incorrect_reward = incorrect_reward
+        self._prompt_key, self._answer_key, self._system_prompt = prompt_key, answer_key, system_prompt
+        self._prompt_builder, self._target_parser, self._verifier = prompt_builder, target_parser, verifier
+        self._correct_reward, self._incorrect_reward = correct_reward, incorrect_reward
         self._question_id = str(sample.get("id") or sample.get("uid") or 0)
         self._obs = ""
         self._done = False
@@ -63,7 +58,7 @@ class DatasetQAEnv(SingleAgentEnv):
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
         """The prompt; the same at every reset, for any seed."""
         self._done = False
-        self._obs = self._prompt()
+        self._obs = self._prompt_builder(self.sample) if self._prompt_builder else self._field(self._prompt_key)
         return self._obs, {"question_id": self._question_id}
 
     def env_step(self, action: str) -> StepOutcome:
@@ -92,9 +87,6 @@ class DatasetQAEnv(SingleAgentEnv):
 
     def env_current_obs(self) -> str:
         return self._obs
-
-    def _prompt(self) -> str:
-        return self._prompt_builder(self.sample) if self._prompt_builder else self._field(self._prompt_key)
 
     def _field(self, key: str) -> str:
         if key not in self.sample:

@@ -224,10 +224,10 @@ class LineProcessPool:
         try:
             return process.ask(request, timeout_s=self.timeout_s)
         except TimeoutError as error:
-            self._count(timed_out=1)
+            self._count("timed_out")
             raise GradingError(f"it took longer than {self.timeout_s} s: {what}") from error
         except GradingError:
-            self._count(failed=1)
+            self._count("failed")
             raise
         finally:
             self._idle.put(process)
@@ -236,9 +236,9 @@ class LineProcessPool:
         """The value of `key`, which is a verdict of this `kind`. Raises GradingError for a reply
         without one, such as `{"error": "..."}`."""
         if not isinstance(reply.get(key), kind):
-            self._count(failed=1)
+            self._count("failed")
             raise GradingError(f"{reply.get('error', reply)}: {what}")
-        self._count(graded=1)
+        self._count("graded")
         return reply[key]
 
     async def run_in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -249,11 +249,10 @@ class LineProcessPool:
         """End the processes."""
         self._end()
 
-    def _count(self, *, graded: int = 0, failed: int = 0, timed_out: int = 0) -> None:
+    def _count(self, ending: str) -> None:
+        """One more answer that ended like this: a field of `GraderCounts`."""
         with self._counting:
-            self.counts.graded += graded
-            self.counts.failed += failed
-            self.counts.timed_out += timed_out
+            setattr(self.counts, ending, getattr(self.counts, ending) + 1)
 
 
 def _end_all(processes: Sequence[LineProcess], threads: ThreadPoolExecutor) -> None:

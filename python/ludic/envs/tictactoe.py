@@ -265,7 +265,7 @@ class TicTacToeEnv(SingleAgentEnv):
         won = winner(self.board)
         self._result = "draw" if won is None else "win" if won == self.mark else "loss"
         forced = self._result == "draw" and self._perfect
-        info |= {"result": self._result, "forced_draw": forced, "won": self._result == "win", "drawn": self._result == "draw"}
+        info |= {**_result_info(self._result), "forced_draw": forced}
         reward = self._forced_draw_reward if forced else self._rewards[self._result]
         return StepOutcome(self._obs, reward, truncated=False, terminated=True, info=info)
 
@@ -273,8 +273,7 @@ class TicTacToeEnv(SingleAgentEnv):
         self._result = "illegal"
         what = f"{cell_name(cell)} is taken" if cell is not None else f"{action[:40]!r} names no cell"
         self._obs = f"Illegal move: {what}. The game is over."
-        info |= {"illegal_move": True, "error": what, "board": self.board, "result": "illegal"}
-        info |= {"forced_draw": False, "won": False, "drawn": False}
+        info |= {**_result_info("illegal"), "illegal_move": True, "error": what, "board": self.board, "forced_draw": False}
         return StepOutcome(self._obs, self._rewards["illegal"], truncated=False, terminated=True, info=info)
 
 
@@ -369,20 +368,13 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         return show(self.board, mark, last)
 
     def _finish(self, results: dict[str, str]) -> dict[str, StepOutcome]:
-        self._playing = False
-        return {
-            mark: StepOutcome(
-                f"The game is over: {result}.",
-                self._rewards[result],
-                truncated=False,
-                terminated=True,
-                info={
-                    "result": result,
-                    "won": result == "win",
-                    "drawn": result == "draw",
-                    "illegal_move": result == "illegal",
-                    "board": self.board,
-                },
-            )
-            for mark, result in results.items()
-        }
+        self._playing, outcomes = False, {}
+        for mark, result in results.items():
+            info: Info = {**_result_info(result), "illegal_move": result == "illegal", "board": self.board}
+            obs, reward = f"The game is over: {result}.", self._rewards[result]
+            outcomes[mark] = StepOutcome(obs, reward, truncated=False, terminated=True, info=info)
+        return outcomes
+
+
+def _result_info(result: str) -> Info:
+    return {"result": result, "won": result == "win", "drawn": result == "draw"}

@@ -8,8 +8,7 @@ from ludic.eval.cli import (
     maybe_start_vllm,
     write_jsonl,
 )
-from ludic.eval.core import run_eval, run_eval_sync
-from ludic.eval.evaluator import EngineEvaluator, Evaluator, ProblemEvaluator
+from ludic.eval.evaluator import EngineEvaluator, Evaluator, ProblemEvaluator, run_eval, run_eval_sync
 from ludic.eval.intervals import Interval, difference_interval, mean_interval, share_interval, wilson_interval
 from ludic.eval.pass_at_k import distinct_at_k, entropy_of_answers, pass_at_k
 from ludic.eval.tally import Measurement, ProblemResult, measure

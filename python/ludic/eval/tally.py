@@ -131,7 +131,10 @@ def measure(
         samples_per_problem=max(problem.answers + problem.failed for problem in problems),
         confidence=confidence,
         accuracy=share_interval([p.right / p.answers for p in answered], answers=len(selected), confidence=confidence),
-        accuracy_bounds=_bound_accuracy(problems),
+        accuracy_bounds=(
+            sum(p.right / (p.answers + p.failed) for p in problems) / len(problems),
+            sum((p.right + p.failed) / (p.answers + p.failed) for p in problems) / len(problems),
+        ),
         reward=_average_reward(answered, len(selected), confidence),
         pass_at_k=_estimate_pass_curve(answered, confidence),
         also={name: average[0] for name, average in averages.items() if average is not None},
@@ -145,13 +148,6 @@ def measure(
 
 def _get_problem_id(meta: Mapping[str, Any], otherwise: str) -> str:
     return str(meta.get(PROBLEM_KEY, otherwise))
-
-
-def _bound_accuracy(problems: Sequence[ProblemResult]) -> tuple[float, float]:
-    counts = [(p.right, p.failed, p.answers + p.failed) for p in problems]
-    low = sum(right / all_ for right, _, all_ in counts) / len(counts)
-    high = sum((right + failed) / all_ for right, failed, all_ in counts) / len(counts)
-    return low, high
 
 
 def _average_reward(answered: Sequence[ProblemResult], answers: int, confidence: float) -> Interval:

@@ -2,9 +2,8 @@
 rollouts."""
 
 from ludic.interaction.base import InteractionProtocol
-from ludic.interaction.info import merge_step_info
-from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.interaction.multi_agent import MultiAgentProtocol, TraceCollector
 from ludic.interaction.single_agent import SingleAgentProtocol
-from ludic.interaction.step_collector import TraceCollector
+from ludic.interaction.steps import merge_step_info
 
 __all__ = ["InteractionProtocol", "MultiAgentProtocol", "SingleAgentProtocol", "TraceCollector", "merge_step_info"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -13,19 +14,55 @@ from ludic.inference.request import InferenceSpec
 from ludic.inference.sampling import agent_seed
 from ludic.interaction.base import InteractionProtocol, await_results
 from ludic.interaction.containment import run_contained
-from ludic.interaction.info import merge_step_info
-from ludic.interaction.step_collector import TraceCollector
 from ludic.interaction.steps import (
     Answer,
     make_failed_step,
     make_intermediate_steps,
     make_played_step,
     mark_truncated,
+    merge_step_info,
     system_prompt,
 )
 from ludic.types import Info, Rollout, Step, StepOutcome
 
 NO_OUTCOME = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)
+
+
+class TraceCollector:
+    """Collects the steps of each agent. `global_meta` is added to the meta of every rollout."""
+
+    def __init__(self, **global_meta: Any) -> None:
+        self._global_meta = global_meta
+        self._traces: defaultdict[str, list[Step]] = defaultdict(list)
+
+    def add(self, agent_id: str, step: Step) -> None:
+        self._traces[agent_id].append(step)
+
+    def extract_rollouts(self, *, episode_truncated: bool = False, truncation_reason: str | None = None) -> list[Rollout]:
+        """One rollout for each agent with a step, all with the same status."""
+        return [
+            self._rollout(agent_id, episode_truncated, truncation_reason) for agent_id, steps in self._traces.items() if steps
+        ]
+
+    def extract_rollouts_with_per_agent_status(self) -> list[Rollout]:
+        """One rollout for each agent with a step, with the status of its last step."""
+        return [self._rollout(agent_id, *_status(steps[-1])) for agent_id, steps in self._traces.items() if steps]
+
+    def _rollout(self, agent_id: str, truncated: bool, reason: str | None) -> Rollout:
+        meta = {
+            **self._global_meta,
+            "agent_id": agent_id,
+            "episode_truncated": truncated,
+            "truncation_reason": reason,
+        }
+        return Rollout(steps=list(self._traces[agent_id]), meta=meta)
+
+
+def _status(last: Step) -> tuple[bool, str | None]:
+    """(truncated, reason) of an agent's episode."""
+    if last.truncated and not last.terminated:
+        return True, last.info.get("truncation_reason", "env")
+    return False, None
 
 
 class Player:

@@ -24,7 +24,7 @@ from ludic.recipes.sections import (
 )
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.adapters import WithTools
-from ludic.tasks.code_data import CodeData
+from ludic.tasks.code import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
 from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym

@@ -1,14 +1,19 @@
-"""Small programs: `max square over 3 [1,4,5]=25>` is answered by a function of Python, such as
-`f=lambda a:max([x*x for x in a if x>3]or[0])`, which runs in a sandbox.
+"""Tasks whose answers are programs, which run in sandboxes.
 
-A problem says what to return for a list of numbers, and shows one test; five more are hidden. Of no
-numbers the answer is 0: no shown test says so, one hidden test asks for it, and three of four
-demonstrations forget it. The reward is 1 if all tests pass, else 0. `info["shown_passed"]` tells
-whether the shown one does, as it does for most wrong programs.
+`CodeData` has the problems of a data set with tests: the user's own, or a public one. `Code` makes
+small ones: `max square over 3 [1,4,5]=25>` is answered by a function of Python, such as
+`f=lambda a:max([x*x for x in a if x>3]or[0])`.
+
+A problem of `Code` says what to return for a list of numbers, and shows one test; five more are
+hidden. Of no numbers the answer is 0: no shown test says so, one hidden test asks for it, and three
+of four demonstrations forget it. The reward is 1 if all tests pass, else 0. `info["shown_passed"]`
+tells whether the shown one does, as it does for most wrong programs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,14 +21,21 @@ from itertools import product
 from random import Random
 from typing import ClassVar
 
-from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem
+from ludic.data.sources import read_table
+from ludic.envs.code_exec.adapters.apps import APPS_SYSTEM_PROMPT
+from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem, read_problem
 from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
 from ludic.envs.code_exec.types import TestCase
-from ludic.tasks.episodic import Problem, check_num_heldout, check_share
+from ludic.errors import ConfigError, DataError
+from ludic.parsers import extract_last_code_block
+from ludic.tasks.data_task import TaskData, hash_text
+from ludic.tasks.episodic import Problem, ProblemList, check_num_heldout, check_share
 from ludic.types import StepOutcome
+
+logger = logging.getLogger(__name__)
 
 PICKS = ("max", "min", "first", "last")
 CHANGES = {"": "x", "square": "x*x", "double": "x+x", "negate": "-x"}
@@ -77,6 +89,21 @@ def _is_selected(selection: str, number: int) -> bool:
     return {"over": number > int(limit), "under": number < int(limit), "not": number != int(limit)}[word]
 
 
+class RunsPrograms:
+    """A task whose answers are programs, which run in sandboxes."""
+
+    measures: ClassVar[Mapping[str, str]] = {"program_ms": "milliseconds that its program ran; 0 if it was judged before"}
+    _sandboxes: SharedSandboxPool
+
+    @property
+    def execution_s(self) -> float:
+        """Wall time in which programs ran."""
+        return self._sandboxes.seconds
+
+    async def aclose(self) -> None:
+        await self._sandboxes.shutdown()
+
+
 class CodeEnv(CodeExecEnv):
     """One program. `info["shown_passed"]`: the test of the prompt passes. It earns nothing."""
 
@@ -89,7 +116,7 @@ class CodeEnv(CodeExecEnv):
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(RunsPrograms):
     """320 problems: which numbers, what of them, and which one of these."""
 
     right: float = 0.25
@@ -111,22 +138,11 @@ class Code:
         check_share("right + of_none", self.right + self.of_none)
         check_num_heldout(self.num_heldout, 160, "problems")
         shared = share_sandboxes(self.workers, self.backend) if self.pool is None else SharedSandboxPool.of(self.pool)
-        object.__setattr__(self, "pool", shared)
+        object.__setattr__(self, "_sandboxes", shared)
 
     max_new_tokens = 56
     reward_sees = "whether the program passes the shown test and all hidden ones; nothing else of its text"
     facts: ClassVar[Mapping[str, str]] = {"shown_passed": "the test that is shown passes"}
-    measures: ClassVar[Mapping[str, str]] = {"program_ms": "milliseconds that its program ran; 0 if it was judged before"}
-
-    @property
-    def execution_s(self) -> float:
-        """Wall time in which programs ran."""
-        assert isinstance(self.pool, SharedSandboxPool)
-        return self.pool.seconds
-
-    async def aclose(self) -> None:
-        assert self.pool is not None
-        await self.pool.shutdown()
 
     def draw(self, rng: Random) -> CodeProblem:
         return rng.choice(self._split[0])
@@ -144,14 +160,13 @@ class Code:
         return Wanted(wanted.pick, wanted.change, rng.choice(others)).program(of_none=False)
 
     def make_env(self, problem: Problem) -> CodeEnv:
-        assert self.pool is not None
         tests = [
             TestCase(f"f({numbers})", expected, id=f"{'hidden' if place else 'shown'}_{place}")
             for place, (numbers, expected) in enumerate(problem["tests"])  # type: ignore[typeddict-item]
         ]
         return CodeEnv(
             problem,
-            sandbox_pool=self.pool,
+            sandbox_pool=self._sandboxes,
             test_adapter=OneProblem(CodingProblem(problem["id"], problem["question"], tests)),
             code_runner=FunctionCallRunner(),
             config=CodeExecConfig(compile_failure_reward=0.0),
@@ -191,3 +206,127 @@ def _test_lists(selection: str, rng: Random) -> list[list[int]]:
     for drawn in (shown, beside, none):
         rng.shuffle(drawn)
     return [shown, rng.sample(numbers, k=10), *(rng.sample(numbers, k=6) for _ in range(HIDDEN - 3)), beside, none]
+
+
+CODE_SYSTEM_PROMPT = (
+    "You solve programming problems in Python. If a problem names a function, define it; else your program reads its input from "
+    "stdin and prints its answer to stdout. Think first, then write the whole program in one ```python block, which must be the "
+    "last one of your answer."
+)
+SHOWN_REFUSALS = 3
+
+
+class CodeDataEnv(CodeExecEnv):
+    """One answer, whose last fenced block is the program. `info["compiled"]`: it is valid."""
+
+    async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]
+        outcome = await super().env_step(extract_last_code_block(action) or "")
+        info = outcome.info
+        info["compiled"] = info.get("compile_failed") is False
+        info["program_ms"] = info["timing"]["total_run_ms"] if info.get("cache_hit") is False else 0.0
+        return outcome
+
+
+class CodeData(RunsPrograms, ProblemList):
+    """The problems of a data set whose columns `read_problem` knows. The reward is 1 if all tests
+    pass, else 0; with `partial_credit` the share that passes. An answer without a program earns 0.
+
+    Problems whose tests cannot be judged are left out, and logged with the reason.
+    """
+
+    success_reward = 1.0
+    facts: ClassVar[Mapping[str, str]] = {"compiled": "the answer has a valid program"}
+    rates = facts
+
+    def __init__(
+        self,
+        data: TaskData | str | None = None,
+        *,
+        partial_credit: bool = False,
+        max_new_tokens: int = 1024,
+        timeout_per_test_s: float = 5.0,
+        memory_limit_mb: int = 256,
+        max_tests: int | None = None,
+        workers: int | None = None,
+        backend: str = "auto",
+        pool: SandboxPool | None = None,
+    ) -> None:
+        """Limits apply to tests for which the data set has none. `workers` sandboxes of `backend`
+        (docs/code.md). None means one for each processor. `pool`: sandboxes of your own, in
+        Python."""
+        rows = TaskData.of(data)
+        if not isinstance(rows.source, str):
+            raise ConfigError(
+                f"data ({rows.source!r}) must be one file, folder or hub id: programs are judged by the tests of its rows"
+            )
+        if rows.streaming:
+            raise ConfigError("streaming=true is for prompts with reward functions; the tests of programs are read into memory")
+        self.max_new_tokens = max_new_tokens
+        self._settings = CodeExecConfig(
+            timeout_per_test_s=timeout_per_test_s,
+            memory_limit_mb=memory_limit_mb,
+            max_tests=max_tests,
+            partial_credit=partial_credit,
+            compile_failure_reward=0.0,
+        )
+        self._problems: dict[str, CodingProblem] = {}
+        """By the ids of this task."""
+
+        def read(source: str, split: str, prefix: str) -> list[Problem]:
+            return self._read(rows, source, split, prefix)
+
+        problems, self.training, self._heldout = rows.divide(read, key=lambda problem: hash_text(problem["question"]))
+        content = [self._problems[problem["id"]] for problem in problems]
+        self.digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        self._sandboxes = share_sandboxes(workers, backend) if pool is None else SharedSandboxPool.of(pool)
+
+    @property
+    def reward_sees(self) -> str:
+        return f"{'how many' if self._settings.partial_credit else 'whether all'} tests of the problem pass"
+
+    @property
+    def system_prompt(self) -> str:
+        """Suggested for recipes without one."""
+        return CODE_SYSTEM_PROMPT if any(problem.calls for problem in self._problems.values()) else APPS_SYSTEM_PROMPT
+
+    def heldout(self) -> Sequence[Problem]:
+        return self._heldout
+
+    def demonstrate(self, problem: Problem, rng: Random) -> str:
+        """A right program of the row, in a fenced block."""
+        solutions = self._problems[problem["id"]].solutions
+        if not solutions:
+            raise ConfigError(
+                f"a warm-up needs right programs, and problem {problem['id']} has none in `solutions`; disable it with warmup.steps=0"
+            )
+        return f"```python\n{rng.choice(solutions).strip()}\n```"
+
+    def make_env(self, problem: Problem) -> CodeDataEnv:
+        known = self._problems[problem["id"]]
+        return CodeDataEnv(
+            problem,
+            sandbox_pool=self._sandboxes,
+            test_adapter=OneProblem(known),
+            code_runner=known.make_runner(self._settings.timeout_per_test_s, self._settings.memory_limit_mb),
+            config=self._settings,
+        )
+
+    def _read(self, rows: TaskData, source: str, split: str, prefix: str) -> list[Problem]:
+        table = read_table(source, config=rows.config, split=split)
+        problems, refusals = [], []
+        for index, row in enumerate(table.rows):
+            try:
+                known = read_problem(row, prompt_column=rows.prompt_column)
+            except DataError as error:
+                refusals.append(f"{table.where(index)}: {error}")
+                continue
+            name = f"{prefix}{index}"
+            self._problems[name] = known
+            answer = next(iter(known.solutions), "")
+            problems.append(Problem(id=name, question=known.prompt, answer=answer))
+        shown = "; ".join(refusals[:SHOWN_REFUSALS])
+        if not problems:
+            raise DataError(f"{source} has no problem that can be judged. {shown}")
+        if refusals:
+            logger.warning("%d of %d problems of %s are left out: %s", len(refusals), len(table.rows), source, shown)
+        return problems

@@ -8,10 +8,10 @@ import pytest
 from fake_sandboxes import VALID, FakePool, Scripted
 
 from ludic.envs.code_exec.adapters.problem import read_problem
+from ludic.envs.code_exec.backend import UnsafeSubprocessPool
 from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.types import ExecutionResult, RunStatus, TestCase
-from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def test_sizes_that_are_refused(size):
 
 
 def test_each_container_has_a_name_and_a_user_of_its_own():
-    plans = [ContainerPlan.of("p", "100m", "/work", True) for _ in range(20)]
+    plans = [ContainerPlan("p", "100m", "/work", True) for _ in range(20)]
     assert len({plan.name for plan in plans}) == 20
     assert all(plan.user in USERS for plan in plans)
     assert plans[0].places == {"/work": 64, "/tmp": 16, "/dev/shm": 16}
@@ -43,7 +43,7 @@ def test_each_container_has_a_name_and_a_user_of_its_own():
 
 def test_no_two_containers_of_a_pool_have_the_same_user():
     users = Users()
-    plans = [ContainerPlan.of("p", "100m", "/work", True, users) for _ in range(2_000)]
+    plans = [ContainerPlan("p", "100m", "/work", True, users) for _ in range(2_000)]
     assert len({plan.user for plan in plans}) == 2_000
     assert {users.draw() for _ in USERS} == set(USERS)  # also past the last one
 
@@ -51,7 +51,7 @@ def test_no_two_containers_of_a_pool_have_the_same_user():
 @pytest.mark.parametrize("folder", ["/", "/tmp", "work"])
 def test_a_working_folder_that_is_not_one_is_refused(folder):
     with pytest.raises(ConfigError, match="must be a folder of its own"):
-        ContainerPlan.of("p", "100m", folder, True)
+        ContainerPlan("p", "100m", folder, True)
 
 
 def test_whether_the_process_that_made_a_container_has_ended():
@@ -98,7 +98,7 @@ def test_containers_of_another_user_are_left_alone(monkeypatch):
 
 
 def test_what_podman_is_asked_for():
-    plan = ContainerPlan.of("p", "100m", "/workspace", True)
+    plan = ContainerPlan("p", "100m", "/workspace", True)
     arguments = run_arguments(plan, "image", PodmanConfig(cpu_quota=50_000, extra_args=["--tty=false"]))
     pairs = set(itertools.pairwise(arguments))
     assert {
@@ -115,7 +115,7 @@ def test_what_podman_is_asked_for():
         ("image", "python3"),
     } <= pairs
     assert "--read-only" in arguments
-    open_network = run_arguments(ContainerPlan.of("p", "100m", "/workspace", False), "image", PodmanConfig())
+    open_network = run_arguments(ContainerPlan("p", "100m", "/workspace", False), "image", PodmanConfig())
     assert "--network" not in open_network
 
 

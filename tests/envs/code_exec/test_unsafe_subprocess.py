@@ -13,11 +13,11 @@ from processes import wait_for_end
 
 from ludic.envs.code_exec import process_sandbox
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
+from ludic.envs.code_exec.backend import UnsafeProcess, UnsafeSubprocessPool
 from ludic.envs.code_exec.bubblewrap import find_python
 from ludic.envs.code_exec.process_sandbox import ProcessSandbox
 from ludic.envs.code_exec.runners import StdinStdoutRunner
 from ludic.envs.code_exec.types import CompileStatus, RunStatus, TestCase
-from ludic.envs.code_exec.unsafe_subprocess import UnsafeProcess, UnsafeSubprocessPool
 from ludic.errors import GradingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -250,7 +250,7 @@ def test_nothing_is_left_when_the_process_that_runs_programs_is_killed(tmp_path)
     """Neither its folder, nor a program that runs."""
     code = f"""
 import asyncio
-from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
+from ludic.envs.code_exec.backend import UnsafeSubprocessPool
 async def main():
     pool = UnsafeSubprocessPool(1)
     await pool.start()

@@ -79,12 +79,8 @@ class OpenEnvEnv(SingleAgentEnv):
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s ({timeout_s}) must be > 0")
         self._client = import_extra("openenv.core", "openenv").GenericEnvClient(client) if isinstance(client, str) else client
-        self._make_action = make_action
-        self._observe = observe
-        self._is_truncated = is_truncated
-        self._invalid_action_reward = invalid_action_reward
-        self._system_prompt = system_prompt
-        self._timeout_s = timeout_s
+        self._make_action, self._observe, self._is_truncated = make_action, observe, is_truncated
+        self._invalid_action_reward, self._system_prompt, self._timeout_s = invalid_action_reward, system_prompt, timeout_s
         self._reset_settings = dict(reset_settings or {})
         self._episode = Episode(f"OpenEnvEnv({client if isinstance(client, str) else type(client).__name__})")
         self._obs = ""

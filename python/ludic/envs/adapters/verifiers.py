@@ -197,10 +197,7 @@ class VerifiersClient:
     def __init__(
         self, client: ChatClient, inference: InferenceSpec, seed_of: Callable[[int], int | None], timeout_s: float | None
     ) -> None:
-        self._client = client
-        self._inference = inference
-        self._seed_of = seed_of
-        self._timeout_s = timeout_s
+        self._client, self._inference, self._seed_of, self._timeout_s = client, inference, seed_of, timeout_s
         self._calls = 0
         self.error: Exception | None = None
 

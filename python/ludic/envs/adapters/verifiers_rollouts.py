@@ -34,7 +34,10 @@ def rollout_from_trace(trace: Any) -> Rollout:
     no sample can be made of it. Raises RolloutError for a trace that failed, is unfinished, or
     contains no sampled message; DataError for another version or inconsistent tokens.
     """
-    record = _record(trace)
+    record: Record = trace
+    if not isinstance(trace, Mapping):
+        fields = {**dict.fromkeys(_FIELDS, True), "nodes": {"__all__": dict.fromkeys(_NODE_FIELDS, True)}}
+        record = trace.model_dump(mode="json", include=fields, context={"float_decimals": None})
     _check(record)
     nodes: Sequence[Record] = record["nodes"]
     calls = {call["node"]: call for call in record["calls"] if call.get("node") is not None}
@@ -57,15 +60,6 @@ def rollout_from_trace(trace: Any) -> Rollout:
         "truncation_reason": "env" if truncated else None,
     }
     return Rollout(id=str(record["id"]), steps=steps, meta=meta)
-
-
-def _record(trace: Any) -> Record:
-    if isinstance(trace, Mapping):
-        return trace
-    fields: dict[str, Any] = dict.fromkeys(_FIELDS, True)
-    fields["nodes"] = {"__all__": dict.fromkeys(_NODE_FIELDS, True)}
-    record: Record = trace.model_dump(mode="json", include=fields, context={"float_decimals": None})
-    return record
 
 
 def _check(record: Record) -> None:

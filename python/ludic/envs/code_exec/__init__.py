@@ -11,6 +11,7 @@ from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifie
 from ludic.envs.code_exec.adapters.problem import CodingProblemAdapter, read_problem
 from ludic.envs.code_exec.backend import (
     SandboxBackend,
+    UnsafeSubprocessPool,
     create_sandbox_pool,
     detect_available_backend,
     get_backend_info,
@@ -36,7 +37,6 @@ from ludic.envs.code_exec.types import (
     TestCase,
     TestResult,
 )
-from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
 
 if TYPE_CHECKING or ((_docker := find_spec("docker")) is not None and _docker.origin is not None):
     from ludic.envs.code_exec.docker_sandbox import DockerSandbox, DockerSandboxConfig, DockerSandboxPool

@@ -1,4 +1,5 @@
-"""The backends of sandboxes, which of them work on this machine, and pools of them by their names.
+"""The backends of sandboxes, which of them work on this machine, and pools of them by their names;
+and the one without a sandbox, for programs that are trusted.
 
 A backend is checked on its first use, so that nothing is imported or started before.
 """
@@ -7,18 +8,29 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import tempfile
+import warnings
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from ludic.distribution import install_command
-from ludic.envs.code_exec.bubblewrap import OWN_VERSION, TRIAL_S, BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
+from ludic.envs.code_exec.bubblewrap import (
+    OWN_VERSION,
+    TRIAL_S,
+    BubblewrapConfig,
+    BubblewrapSandboxPool,
+    find_python,
+    is_bubblewrap_available,
+)
 from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool, connect
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool, run_podman
 from ludic.envs.code_exec.pool import BaseSandboxPool, check_workspace
+from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox, first_process
 from ludic.envs.code_exec.types import NoSandboxError
-from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
+from ludic.envs.line_process import LineProcess
 from ludic.errors import ConfigError, LudicError
 
 
@@ -191,3 +203,49 @@ def _make_pool(backend: SandboxBackend, python_version: str | None, settings: di
         return DockerSandboxPool(**{"config": docker, "auto_replace_failed": True, **settings})
     podman = PodmanConfig(memory_limit=f"{memory_mb}m", command=backend.value)
     return PodmanHPCSandboxPool(**{"image": f"python:{python_version or OWN_VERSION}-slim", "config": podman, **settings})
+
+
+class UnsafeProcess(LineProcess):
+    """A process of this user, with a folder of its own, which it deletes if this process ends
+    first."""
+
+    def __init__(self, python: Path) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ludic-programs-"))
+        command = first_process(str(python), [str(self._folder)])
+        super().__init__(command, start_timeout_s=30.0, name="the program runner", longest_reply=LONGEST_REPLY)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._new_stderr(),
+            env={"PATH": os.defpath, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
+            start_new_session=True,
+        )
+
+    def end(self) -> int | None:
+        code = super().end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return code
+
+
+class UnsafeSubprocessPool(BaseSandboxPool):
+    """**No sandbox**: programs can read and delete this user's files, and use the network. The
+    limits of time, memory and output hold. Warns once."""
+
+    def __init__(self, n_workers: int = 4, python_version: str | None = None, **settings: Any) -> None:
+        """`settings` are arguments of `BaseSandboxPool`."""
+        super().__init__(n_workers, **settings)
+        self._python_version = python_version or OWN_VERSION
+        warnings.warn(
+            "unsafe_subprocess runs programs without a sandbox: they can do all that this user can", RuntimeWarning, stacklevel=2
+        )
+
+    @property
+    def python_version(self) -> str:
+        return self._python_version
+
+    async def _start_sandbox(self) -> ProcessSandbox:
+        return await ProcessSandbox.started(UnsafeProcess(find_python(self._python_version)))

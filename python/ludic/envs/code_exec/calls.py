@@ -94,16 +94,13 @@ class ValueVerifier:
         if not isinstance(content, list):
             return False
         if kind in ("list", "tuple"):
-            return self._sequences_agree(kind, content, expected, near)
+            wanted = (list, tuple) if self.tuples_are_lists else {"list": list, "tuple": tuple}[kind]
+            if not isinstance(expected, wanted) or len(content) != len(expected):
+                return False
+            return all(self._agrees(one, other, near) for one, other in zip(content, expected, strict=True))
         if kind in ("set", "frozenset"):
             return isinstance(expected, set | frozenset) and self._members_agree(content, expected)
         return kind == "dict" and isinstance(expected, Mapping) and self._entries_agree(content, expected, near)
-
-    def _sequences_agree(self, kind: str, content: list[Any], expected: Any, near: Near | None) -> bool:
-        wanted = (list, tuple) if self.tuples_are_lists else {"list": list, "tuple": tuple}[kind]
-        if not isinstance(expected, wanted) or len(content) != len(expected):
-            return False
-        return all(self._agrees(one, other, near) for one, other in zip(content, expected, strict=True))
 
     def _members_agree(self, content: list[Any], expected: set[Any] | frozenset[Any]) -> bool:
         """Each is one of those expected, and none comes twice."""
@@ -267,7 +264,14 @@ def _judge_all(tests: Sequence[TestCase], execution: ExecutionResult, verifier: 
     if answers is None:
         return [TestResult(test, False, None, execution, NO_ANSWERS) for test in tests]
     if answers and "syntax_error" in answers[0]:
-        compiled = _syntax_error(answers[0]["syntax_error"])
+        error = answers[0]["syntax_error"]
+        message, line, column = error if isinstance(error, list) and len(error) == 3 else (str(error), None, None)
+        compiled = CompileResult(
+            CompileStatus.SYNTAX_ERROR,
+            str(message),
+            line if isinstance(line, int) else None,
+            column if isinstance(column, int) else None,
+        )
         return [not_compiled(test, compiled) for test in tests]
     if not answers:
         if execution.run_status is RunStatus.SUCCESS:
@@ -315,13 +319,3 @@ def _read_answers(stdout: str, most: int) -> list[dict[str, Any]] | None:
     known = (["value"], ["raised"], ["syntax_error"])
     right = all(isinstance(one, dict) and list(one) in known[: 3 if len(lines) == 1 else 2] for one in answers)
     return answers if right else None
-
-
-def _syntax_error(error: Any) -> CompileResult:
-    message, line, column = error if isinstance(error, list) and len(error) == 3 else (str(error), None, None)
-    return CompileResult(
-        CompileStatus.SYNTAX_ERROR,
-        str(message),
-        line if isinstance(line, int) else None,
-        column if isinstance(column, int) else None,
-    )

@@ -17,7 +17,6 @@ import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,26 +61,19 @@ class Users:
         return USERS[next(self._places) % len(USERS)]
 
 
-@dataclass(frozen=True)
 class ContainerPlan:
     """How one container is made."""
 
-    name: str
-    memory_mb: int
-    """Of a program."""
-    working_dir: str
-    network_disabled: bool
-    user: int
-
-    @classmethod
-    def of(
-        cls, prefix: str, memory_limit: str, working_dir: str, network_disabled: bool, users: Users | None = None
-    ) -> ContainerPlan:
-        """A plan with a name of its own, and the next of `users`, or any user."""
+    def __init__(
+        self, prefix: str, memory_limit: str, working_dir: str, network_disabled: bool, users: Users | None = None
+    ) -> None:
+        """It has a name of its own that begins with `prefix`, and the next of `users`, or any user.
+        `memory_limit` is a program's."""
         if not working_dir.startswith("/") or working_dir in ("/", "/tmp", "/dev/shm"):
             raise ConfigError(f"working_dir ({working_dir!r}) must be a folder of its own in the container, such as '/workspace'")
-        name = f"{prefix}-{uuid.uuid4().hex[:12]}"
-        return cls(name, megabytes_of(memory_limit), working_dir, network_disabled, (users or Users()).draw())
+        self.name = f"{prefix}-{uuid.uuid4().hex[:12]}"
+        self.memory_mb, self.working_dir, self.network_disabled = megabytes_of(memory_limit), working_dir, network_disabled
+        self.user = (users or Users()).draw()
 
     @property
     def places(self) -> dict[str, int]:

@@ -274,7 +274,7 @@ def pull_image(client: Any, image: str, *, timeout_s: float = PULL_S) -> None:
 def create_container(client: Any, config: DockerSandboxConfig, users: Users) -> Any:
     """A container that is hardened and has not started."""
     docker = load_docker()
-    plan = ContainerPlan.of("ludic-sandbox", config.memory_limit, config.working_dir, config.network_disabled, users)
+    plan = ContainerPlan("ludic-sandbox", config.memory_limit, config.working_dir, config.network_disabled, users)
     own = f"uid={plan.user},gid={plan.user},mode=0700"
     places = {place: f"size={megabytes}m,{own}" for place, megabytes in plan.places.items()}
     options = {

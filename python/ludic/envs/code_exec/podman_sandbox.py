@@ -161,7 +161,7 @@ class PodmanProcess(LineProcess):
 
     def _spawn(self) -> PodmanClient:
         config = self._config
-        plan = ContainerPlan.of(self._prefix, config.memory_limit, config.working_dir, config.network_disabled, self._users)
+        plan = ContainerPlan(self._prefix, config.memory_limit, config.working_dir, config.network_disabled, self._users)
         self._name = f"the container {plan.name}"
         command = [self._podman, *run_arguments(plan, self._image, config)]
         return PodmanClient(command, self._new_stderr(), plan.name, self._remover)

@@ -273,8 +273,13 @@ class BaseSandboxPool(ABC):
                         self._used.append(sandbox)
             if clean is not None:
                 self._wake()
-            else:
-                self._give_up_without_sandboxes()
+                continue
+            with self._lock:
+                if not (self._idle or self._used or self._lent or self._resetting):
+                    # Without a sandbox left, no program could ever be served.
+                    self._failures = max(self._failures, self._max_consecutive_failures)
+            if self._failures >= self._max_consecutive_failures:
+                self._wake(len(self._waiting))
 
     async def _reset_or_replace(self, sandbox: Sandbox) -> Sandbox | None:
         """The sandbox, clean, or another one in its place; None if there is neither."""
@@ -296,14 +301,6 @@ class BaseSandboxPool(ABC):
             except Exception as error:
                 self._count_failure("start", error, before)
         return None
-
-    def _give_up_without_sandboxes(self) -> None:
-        """Without a sandbox left, no program could ever be served."""
-        with self._lock:
-            if not (self._idle or self._used or self._lent or self._resetting):
-                self._failures = max(self._failures, self._max_consecutive_failures)
-        if self._failures >= self._max_consecutive_failures:
-            self._wake(len(self._waiting))
 
     def _count_failure(self, what: str, error: Exception, before: int) -> None:
         """One more than `before`, the failures when this was begun: a daemon that is away fails all

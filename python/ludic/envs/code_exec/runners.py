@@ -207,11 +207,9 @@ def _with_ids(tests: Sequence[TestCase], memory_limit_mb: int) -> list[TestCase]
     taken: set[str] = set()
     named = []
     for place, test in enumerate(tests):
-        name = test.id
-        if not name or name in taken:
-            name = f"{name}#{place}"
-            while name in taken:
-                name += "#"
+        name = test.id if test.id and test.id not in taken else f"{test.id}#{place}"
+        while name in taken:
+            name += "#"
         taken.add(name)
         metadata = {"memory_limit_mb": memory_limit_mb, **test.metadata}
         named.append(TestCase(test.input, test.expected, name, test.weight, metadata))

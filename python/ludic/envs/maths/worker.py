@@ -11,22 +11,25 @@ this process at its deadline; `limit_s` and the memory limit end it if the paren
 
 import json
 import os
+import resource
 import signal
 import sys
 from typing import Any
 
 
 def main(memory_mb: int) -> None:
-    _limit_memory(memory_mb)
+    limit = memory_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not look like a reply
     compare = _comparison()
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        _exit_after(request["limit_s"])
+        signal.setitimer(signal.ITIMER_REAL, request["limit_s"])  # SIGALRM ends the process
         print(json.dumps(_reply(compare, request)), file=replies, flush=True)
-        _exit_after(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _reply(compare: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -58,22 +61,6 @@ def _comparison() -> Any:
 
     compare("1", "\\boxed{\\frac{2}{2}}")
     return compare
-
-
-def _exit_after(seconds: float) -> None:
-    """End the process after `seconds` by SIGALRM; 0 cancels the alarm."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def _limit_memory(memory_mb: int) -> None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    limit = memory_mb * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

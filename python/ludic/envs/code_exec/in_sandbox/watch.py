@@ -20,18 +20,10 @@ SECCOMP_MODE_FILTER = 2
 INSTRUCTION_BYTES = 8
 
 
-def _find_prctl() -> Any:
-    """The function of the C library, once for all processes that are forked; None if it has
-    none."""
-    try:
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-    except AttributeError:
-        return None
-    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    return prctl
-
-
-_PRCTL = _find_prctl()
+_PRCTL: Any = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+"""The function of the C library, once for all processes that are forked; None if it has none."""
+if _PRCTL is not None:
+    _PRCTL.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 def control(option: int, value: int) -> None:
