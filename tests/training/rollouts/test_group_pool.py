@@ -315,18 +315,18 @@ def test_a_call_that_ignores_its_cancellation_is_given_up_and_not_used(caplog):
     async def scenario():
         nonlocal release
         release = asyncio.get_running_loop().create_future()
-        pool = make_pool(play=play)
+        pool = make_pool(play=play, close_timeout_s=7.0)
         async with pool:
             asyncio.get_running_loop().call_later(1.0, pool.request_abort)
             with pytest.raises(RolloutAborted):
                 await pool.next_batch()
-            assert asyncio.get_running_loop().time() == 31.0
+            assert asyncio.get_running_loop().time() == 8.0
         release.set_result(None)
         await asyncio.sleep(1.0)
         return pool.counts
 
     assert play_jumping(scenario()).owed == 1
-    assert "1 calls ignored their cancellation for 30 s" in caplog.text
+    assert "1 calls ignored their cancellation for 7 s" in caplog.text
 
 
 def test_calls_cancelled_by_somebody_else_are_an_error_and_played_again():
@@ -446,6 +446,7 @@ def test_a_group_admitted_between_batches_has_the_weights_of_the_batch_before():
         ({"max_lag": -1}, "max_lag"),
         ({"order": "random"}, "must be 'arrival' or 'submission'"),
         ({"on_exhausted": "stop"}, "must be 'error' or 'short'"),
+        ({"close_timeout_s": 0}, "must be > 0 seconds"),
         ({"outage_patience_s": -1}, r"outage_patience_s \(-1\) must be >= 0 seconds"),
         ({"outage_patience_s": float("inf")}, "and finite"),
     ],

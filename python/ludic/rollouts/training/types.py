@@ -205,8 +205,7 @@ class SFTTrainingConfig(_Config):
     """The order of the samples in each pass."""
 
     def __post_init__(self) -> None:
-        _check_counts(self, num_steps=1, batch_size=1, log_every=1, checkpoint_every=1)
-        _check_seed(self, self.seed)
+        _check_counts(self, num_steps=1, batch_size=1, log_every=1, checkpoint_every=1, seed=-math.inf)
 
 
 Advantage = Literal["auto", "baseline"]
@@ -235,11 +234,10 @@ class RLTrainingConfig(_Config):
 
     def __post_init__(self) -> None:
         counts = ("num_steps", "sync_every", "log_every", "checkpoint_every", "epochs_per_batch", "minibatches_per_batch")
-        _check_counts(self, **dict.fromkeys(counts, 1))
+        _check_counts(self, **dict.fromkeys(counts, 1), seed=-math.inf)
         _check_choice(self, "advantage", Advantage)
         if not math.isfinite(self.baseline):
             raise ConfigError(f"baseline ({self.baseline}) must be a finite number: it is subtracted from every reward")
-        _check_seed(self, self.seed)
 
 
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
@@ -304,14 +302,13 @@ class RolloutConfig(_Config):
     _FUNCTIONS = ("generate_fn", "reward_fn", "filter_fn")
 
     def __post_init__(self) -> None:
-        _check_counts(self, batch_size=1, n_samples_per_prompt=1, max_retries=0, patience=1)
+        _check_counts(self, batch_size=1, n_samples_per_prompt=1, max_retries=0, patience=1, seed=-math.inf)
         if self.max_lag is not None:
             _check_counts(self, max_lag=0)
         if self.max_concurrency is not None:
             _check_counts(self, max_concurrency=1)
         _check_choice(self, "order", Order)
         _check_choice(self, "on_exhausted", OnExhausted)
-        _check_seed(self, self.seed)
         choose_max_lag(self.over_sampling_factor, self.max_lag)
         if not 0 <= self.outage_patience_s < math.inf:
             raise ConfigError(f"outage_patience_s ({self.outage_patience_s}) must be >= 0 seconds, and finite")
@@ -339,18 +336,13 @@ class RolloutConfig(_Config):
         return cls._read(data, generate_fn=generate_fn, reward_fn=reward_fn, filter_fn=filter_fn)
 
 
-def _check_counts(config: _Config, **least: int) -> None:
+def _check_counts(config: _Config, **least: float) -> None:
     for name, lowest in least.items():
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} ({value!r}) must be a whole number, not {type(value).__name__}")
         if value < lowest:
             raise ConfigError(f"{name} ({value}) must be at least {lowest}")
-
-
-def _check_seed(config: _Config, seed: Any) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"seed ({seed!r}) of {type(config).__name__} must be a whole number, so that a run can be repeated")
 
 
 def _check_choice(config: _Config, name: str, choices: Any) -> None:

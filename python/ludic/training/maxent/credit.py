@@ -61,8 +61,7 @@ class ListwiseCredit:
         scale: Scale = "weights",
         allow_partial: bool = False,
     ) -> None:
-        self.reads_reference = isinstance(beta, Coefficient) or beta > 0
-        """Whether the weights depend on the reference: beta is above 0, or a controller sets it."""
+        self._reads_reference = isinstance(beta, Coefficient) or beta > 0
         self.group_size, self.allow_partial = group_size, allow_partial
         self.tau, self.beta = as_coefficient(tau), as_coefficient(beta)
         self.q_temperature, self.q_epsilon = q_temperature, q_epsilon
@@ -76,6 +75,11 @@ class ListwiseCredit:
             raise ConfigError(f"baseline ({baseline!r}) must be uniform or none, and scale ({scale!r}) weights or tempered")
         check_q(q_temperature, q_epsilon, group_size)
         check_tau_beta(float(self.tau), float(self.beta))
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the weights depend on the reference: beta is above 0, or a controller sets it."""
+        return self._reads_reference
 
     def weigh(self, candidates: Candidates) -> Weighed:
         """Raises DataError for groups of another size than `group_size` (smaller ones are fine with

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -263,7 +262,7 @@ def _encode_prompt(group: Group) -> Any:
     """A copy of the prompt as JSON gives it back. Raises DataError if it has no such form."""
     try:
         copy = json.loads(json.dumps(group.prompt))
-        if not _has_come_back(group.prompt, copy):
+        if not _has_text_keys(group.prompt):
             raise ValueError(f"it would come back as {reprlib.repr(copy)}")
         return copy
     except (TypeError, ValueError) as error:
@@ -274,17 +273,12 @@ def _encode_prompt(group: Group) -> Any:
         ) from error
 
 
-def _has_come_back(value: Any, copy: Any) -> bool:
-    """Whether JSON has kept the value, apart from tuples, which become lists. Example: {1: "a"} has
+def _has_text_keys(value: Any) -> bool:
+    """Whether JSON keeps the value, apart from tuples, which become lists. Example: {1: "a"} would
     come back as {"1": "a"}, which is another value."""
-    if isinstance(value, list | tuple):
-        return isinstance(copy, list) and len(value) == len(copy) and all(map(_has_come_back, value, copy))
     if isinstance(value, dict):
-        return (
-            isinstance(copy, dict) and value.keys() == copy.keys() and all(_has_come_back(value[key], copy[key]) for key in copy)
-        )
-    is_nan = isinstance(value, float) and math.isnan(value) and isinstance(copy, float) and math.isnan(copy)
-    return is_nan or bool(value == copy)
+        return all(isinstance(key, str) and _has_text_keys(part) for key, part in value.items())
+    return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
 
 
 def _encode_members(members: Mapping[int, Any], group: Group, codec: MemberCodec) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class GroupPool:
 
     **Life.** Inside `async with` calls go on between batches. Outside, `next_batch` ends the calls
     that it has started. Whole members stay in their groups either way, and the next call goes on
-    with them. Calls that ignore their cancellation for `STOP_TIMEOUT_S` are given up.
+    with them. Calls that ignore their cancellation for `close_timeout_s` are given up.
 
     `codec` turns members into JSON values for `state_dict`. `prompts_in_state`: for prompts without
     `at`, which must be JSON values then.
@@ -98,6 +98,7 @@ class GroupPool:
         outage_patience_s: float = 15.0,
         on_exhausted: str = "error",
         seed: int = 0,
+        close_timeout_s: float = 30.0,
         codec: MemberCodec | None = None,
         explain: Callable[[Group], str] | None = None,
         prompts_in_state: bool = False,
@@ -111,16 +112,17 @@ class GroupPool:
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{name} ({value}) must be >= {least}")
+        if not close_timeout_s > 0:
+            raise ConfigError(f"close_timeout_s ({close_timeout_s}) must be > 0 seconds")
         if not 0 <= outage_patience_s < math.inf:
             raise ConfigError(f"outage_patience_s ({outage_patience_s}) must be >= 0 seconds, and finite")
         for name, choice, choices in (("order", order, ORDERS), ("on_exhausted", on_exhausted, ON_EXHAUSTED)):
             if choice not in choices:
                 raise ConfigError(f"{name} ({choice!r}) must be {' or '.join(map(repr, choices))}")
-        self.max_lag = choose_max_lag(over_sampling_factor, max_lag)
-        """How many batches after its admission a group is given at the latest."""
+        self._lag = choose_max_lag(over_sampling_factor, max_lag)
         self._max_kept = math.ceil(groups_per_batch * over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
         self._groups_per_batch, self._members_per_group, self._order = groups_per_batch, members_per_group, order
-        self._is_short_allowed = on_exhausted == "short"
+        self._is_short_allowed, self._close_timeout_s = on_exhausted == "short", close_timeout_s
         self._accept, self._explain, self._codec = accept, explain, codec or MemberCodec()
         self._prompts, self._prompts_in_state = prompts, prompts_in_state
         self._calls = MemberCalls(
@@ -149,6 +151,11 @@ class GroupPool:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
+    def max_lag(self) -> int:
+        """How many batches after its admission a group is given at the latest."""
+        return self._lag
+
+    @property
     def counts(self) -> PoolCounts:
         """The groups admitted so far, by what became of them."""
         return self.ledger.count()
@@ -166,7 +173,7 @@ class GroupPool:
         """End all calls. A batch that is awaited elsewhere is RolloutAborted."""
         self._is_entered = False
         self._cut_off_wait()
-        await self._calls.stop()
+        await self._calls.stop(self._close_timeout_s)
         if self._ended is not None:
             await asyncio.wait([self._ended])
 
@@ -184,7 +191,7 @@ class GroupPool:
                 await self._wait_until_complete()
             finally:
                 if not self._is_entered:
-                    await self._calls.stop()
+                    await self._calls.stop(self._close_timeout_s)
             return self._give()  # the last step: a cancellation after it would lose the batch
         finally:
             self._is_waiting = False
@@ -238,7 +245,7 @@ class GroupPool:
             await self._open()
         while True:
             if self._is_aborted or self._is_cut_off:
-                await self._calls.stop()
+                await self._calls.stop(self._close_timeout_s)
                 asked = "asked to abort" if self._is_aborted else "left while a batch was awaited"
                 remedy = "resume()" if self._is_aborted else "the next batch"
                 raise RolloutAborted(f"the pool was {asked}; whole members are kept, and {remedy} goes on with them")
@@ -266,7 +273,7 @@ class GroupPool:
         """Let calls run, owed groups first, and repeat calls that raised between batches."""
         self._failure = None
         if not self._calls.is_open:
-            await self._calls.stop()  # those that an abort has cancelled
+            await self._calls.stop(self._close_timeout_s)  # those that an abort has cancelled
             if self._is_cut_off:
                 return
             self._calls.open()
@@ -331,11 +338,11 @@ class GroupPool:
         the batch before, so that all kept ones must leave within the next K batches, not K + 1."""
         size, waiting = self._groups_per_batch, int(self._is_waiting)
         left = self._max_kept if self._batches_left is None else size * max(waiting, self._batches_left)
-        return min(self._max_kept, left, size * (self.max_lag + waiting))
+        return min(self._max_kept, left, size * (self._lag + waiting))
 
     def _make_selection(self) -> ArrivalOrder | SubmissionOrder:
         """The rule by which groups leave."""
-        return ArrivalOrder(self._groups_per_batch, self.max_lag) if self._order == "arrival" else SubmissionOrder()
+        return ArrivalOrder(self._groups_per_batch, self._lag) if self._order == "arrival" else SubmissionOrder()
 
     def _count_retry(self) -> None:
         self.ledger.retried += 1

@@ -37,8 +37,6 @@ from ludic.training.rollouts.group_ledger import Group, GroupState
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 30.0
-"""Time limit for calls to end after their cancellation."""
 MemberKey = tuple[int, int]
 """(ordinal of the group, member)"""
 
@@ -149,21 +147,21 @@ class MemberCalls:
         for task in self._running.values():
             _cancel_once(task)
 
-    async def stop(self) -> None:
-        """`cancel`, and wait until the calls have ended. Those that have not after `STOP_TIMEOUT_S`
-        are given up: a warning says so, and what they return is not used."""
+    async def stop(self, timeout_s: float) -> None:
+        """`cancel`, and wait until the calls have ended. Those that have not after `timeout_s` are
+        given up: a warning says so, and what they return is not used."""
         self.cancel()
         stopped = dict(self._running)
         if not stopped:
             return
         try:
-            _, left = await asyncio.wait(stopped.values(), timeout=STOP_TIMEOUT_S)
+            _, left = await asyncio.wait(stopped.values(), timeout=timeout_s)
         finally:
             for key, task in stopped.items():
                 if self._running.get(key) is task:
                     del self._running[key]
         if left:
-            logger.warning("%d calls ignored their cancellation for %g s and are given up", len(left), STOP_TIMEOUT_S)
+            logger.warning("%d calls ignored their cancellation for %g s and are given up", len(left), timeout_s)
 
     async def _run(self, group: Group, member: int) -> None:
         """Play the member until a call succeeds, must wait, or is the last one."""

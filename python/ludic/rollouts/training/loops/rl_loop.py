@@ -13,8 +13,7 @@ import torch
 from ludic.errors import ConfigTypeError, DataError
 from ludic.rollouts.training.backends.columns import name_ratio_loss
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
-from ludic.rollouts.training.loops.engine_publisher import EnginePublisher
-from ludic.rollouts.training.loops.trainer_parts import LoopLog, adapt_backend, build_trainer, reward_facts
+from ludic.rollouts.training.loops.trainer_parts import EnginePublisher, LoopLog, adapt_backend, build_trainer, reward_facts
 from ludic.rollouts.training.rl_losses import compute_group_advantages
 from ludic.rollouts.training.samples import batch_of_samples, check_sample, check_sampled_logps
 from ludic.rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample
