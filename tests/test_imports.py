@@ -23,7 +23,6 @@ LAYERS = [
     ["ludic.interaction"],
     [
         "ludic.training.types",
-        "ludic.training.averages",
         "ludic.training.config",
         "ludic.training.ranks",
         "ludic.training.rng",
@@ -46,9 +45,7 @@ LAYERS = [
         "ludic.training.batching",
         "ludic.training.info_seed",
         "ludic.training.queue",
-        "ludic.training.reward_deadline",
         "ludic.training.reward_functions",
-        "ludic.training.reward_registry",
         "ludic.training.reward_scorer",
     ],
     [
@@ -60,7 +57,6 @@ LAYERS = [
         "ludic.training.loop",
         "ludic.training.preparation",
         "ludic.training.reference",
-        "ludic.training.token_columns",
         "ludic.training.checkpoint",
         "ludic.training.classification_metrics",
         "ludic.training.hardware",

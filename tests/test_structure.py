@@ -40,7 +40,7 @@ PROTOCOLS = {
         RewardModelClient RolloutScorer Sandbox SandboxPool Task TensorCommunicator TestAdapter
         TrainingBackend TrainingLogger VersionedClient""",
     "an optional member of such an object": """
-        ClosableLogger HasActorLogps ProblemList ReadsTokenIds Stateful SyncedLogger TakesWeights ToolContext""",
+        HasActorLogps ProblemList Stateful TakesWeights ToolContext""",
     "two or more of ours": """
         Addressed BatchSelection CompletesTokens End Engine EpochsParts GameText GroupLog Packing Place
         RewardWeightsClient RowReader RunParts Running StoreText Transport WeightSource""",

@@ -55,7 +55,7 @@ from ludic.training.credit_assignment import (
     PerStepReward as PerStepReward,
 )
 from ludic.training.dpo_trainer import DPOTrainer as DPOTrainer, DPOTrainerConfig as DPOTrainerConfig
-from ludic.training.evaluators.preferences import (
+from ludic.training.evaluators.held_out import (
     ImplicitRewardEvaluator as ImplicitRewardEvaluator,
     PreferenceEvaluator as PreferenceEvaluator,
 )

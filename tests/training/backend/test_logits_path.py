@@ -23,8 +23,7 @@ from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.evaluators.heldout_loss import HeldOutLoss
-from ludic.training.evaluators.preferences import PreferenceEvaluator
+from ludic.training.evaluators.held_out import HeldOutLoss, PreferenceEvaluator
 from ludic.training.loss import (
     BradleyTerryLoss,
     CompositeLoss,

@@ -20,7 +20,6 @@ from ludic.training.algorithm import forward_for_loss, forward_logits
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.logits_path import can_skip_logits
 from ludic.training.backend.precision import autocast
-from ludic.training.backend.prefix_sharing import can_compute_trees
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
@@ -28,6 +27,7 @@ from ludic.training.loss import Loss, SharedContext
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.logprobs import mask_values
 from ludic.training.loss.preference import preference_scores
+from ludic.training.preflight.layouts import can_compute_trees
 
 T = TypeVar("T")
 
@@ -87,7 +87,10 @@ class ModelPasses:
                 shared = SharedContext(*scored, temperature=divisor)
             else:
                 tensors = {name: value for name, value in batch.tensors.items() if name != PREFIX_TREES}
-                shared = SharedContext(_nucleus_logprobs(forward_logits(self.model, tensors), divisor, top_p), tensors)
+                logits = forward_logits(self.model, tensors)
+                top_p_T = torch.full(logits.shape[1:2], top_p, device=logits.device)
+                nuclei = [nucleus(torch.log_softmax(row.float() / divisor, dim=-1), top_p_T) for row in logits]
+                shared = SharedContext(torch.stack(nuclei), tensors)
             return mask_values(shared.token_logp, shared.token_mask) if actions_only else shared.token_logp
 
     @torch.no_grad()
@@ -125,10 +128,3 @@ def forward_action_logprobs(
 def as_forward_passes(model: nn.Module | ForwardPasses, cfg: TrainerConfig) -> ForwardPasses:
     """`ForwardPasses` of a model in this process; a backend is returned as it is."""
     return ModelPasses(model, cfg) if isinstance(model, nn.Module) else model
-
-
-def _nucleus_logprobs(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set of
-    tokens that reaches `top_p`."""
-    top_p_T = torch.full(logits.shape[1:2], top_p, device=logits.device)
-    return torch.stack([nucleus(torch.log_softmax(row.float() / temperature, dim=-1), top_p_T) for row in logits])

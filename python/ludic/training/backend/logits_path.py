@@ -45,7 +45,9 @@ def can_skip_logits(model: nn.Module, cfg: TrainerConfig) -> bool:
     if cfg.logits == "full":
         return False
     try:
-        layer = _find_layer(model, cfg)
+        if not cfg.cast_logits_to_fp32:
+            raise ConfigError("cast_logits_to_fp32=False computes log-probabilities in the dtype of the logits")
+        layer = OutputLayer.of(model)
     except ConfigError as error:
         if cfg.logits == "chunked":
             _warn(str(error))
@@ -69,13 +71,6 @@ def trains_without_logits(algo: RLAlgorithm, cfg: TrainerConfig) -> bool:
     if cfg.logits == "chunked":
         _warn(f"{loss_name(loss)} reads logits" if takes_it else f"compute_loss of {algo.name} does not take chunked_logits")
     return False
-
-
-def _find_layer(model: nn.Module, cfg: TrainerConfig) -> OutputLayer:
-    """Raises ConfigError if there is no output layer that can be computed in chunks."""
-    if not cfg.cast_logits_to_fp32:
-        raise ConfigError("cast_logits_to_fp32=False computes log-probabilities in the dtype of the logits")
-    return OutputLayer.of(model)
 
 
 @torch.no_grad()

@@ -83,23 +83,15 @@ def replace_folder_together(target: Path, write: Callable[[Path], None]) -> Iter
             folder = stack.enter_context(replace_folder(target)) if ranks.rank() == 0 else unfinished_path(target)
         # Not in the next agreement: `write` has others inside, which a rank that raised would miss.
         with ranks.agree(f"looking for {folder.name}"):
-            _check_is_visible(folder)
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"rank {ranks.rank()} does not see {folder}, which rank 0 made; save checkpoints of a sharded model on a file system "
+                    "that all ranks see"
+                )
         with ranks.agree(f"writing {target.name}"):
             write(folder)
-            own = {path.name: describe_file(path) for path in _list_own_files(folder)}
+            named_after_this_rank = sorted(folder.glob(f"*-{ranks.rank() + 1:05d}-of-*.safetensors"))
+            own = {path.name: describe_file(path) for path in named_after_this_rank}
         everywhere = ranks.gather_json(own)
         described = {name: entry for each in everywhere for name, entry in each.items()}
         yield (folder, described) if ranks.rank() == 0 else None
-
-
-def _check_is_visible(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"rank {ranks.rank()} does not see {folder}, which rank 0 made; save checkpoints of a sharded model on a file system that "
-            "all ranks see"
-        )
-
-
-def _list_own_files(folder: Path) -> list[Path]:
-    """The files that are named after this rank, such as `model-00001-of-00002.safetensors`."""
-    return sorted(folder.glob(f"*-{ranks.rank() + 1:05d}-of-*.safetensors"))

@@ -10,7 +10,6 @@ nothing else fits, the weights differ.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,10 +112,8 @@ class CauseFinder:
                     [_with_prompt(i, ids) for i, ids in zip(comparison.items, prompts, strict=True)],
                 )
             )
-        return [(cause, items) for cause, items in rewritten if self._fits_budget(items)]
-
-    def _fits_budget(self, items: Sequence[SAWItem]) -> bool:
-        return max(len(item.input_ids) for item in items) * len(items) <= 2 * self.cfg.micro_token_budget
+        room = 2 * self.cfg.micro_token_budget
+        return [(cause, items) for cause, items in rewritten if max(len(i.input_ids) for i in items) * len(items) <= room]
 
     def _render_other_prompts(self, comparison: Comparison) -> dict[str, list[list[int]]]:
         """The prompts of all samples under each other rendering. Renderings that give the samples'

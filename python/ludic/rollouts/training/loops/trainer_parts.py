@@ -268,7 +268,7 @@ class LoopLog:
 
 
 class _BeforeCheckpoints:
-    """Adds each step to the log before its checkpoint is written. A `SyncedLogger`."""
+    """Adds each step to the log before its checkpoint is written."""
 
     def __init__(self, trainer: Trainer, log: LoopLog, source: Any) -> None:
         self._trainer, self._log, self._source = trainer, log, source
