@@ -29,7 +29,6 @@ LAYERS = [
         "ludic.training.watchdog",
         "ludic.training.credit_assignment",
         "ludic.training.coefficients",
-        "ludic.training.reward_credit",
         "ludic.training.filters",
         "ludic.training.loss",
         "ludic.training.maxent",

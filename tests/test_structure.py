@@ -44,7 +44,6 @@ PROTOCOLS = {
     "two or more of ours": """
         Addressed BatchSelection CompletesTokens End Engine EpochsParts GameText GroupLog Packing Place
         RewardWeightsClient RowReader RunParts Running StoreText Transport WeightSource""",
-    "one of ours, of a higher layer": "HasTensors",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""
 TEST_FOLDERS = {"core", "docs", "examples", "gpu", "integration", "support"}

@@ -69,8 +69,8 @@ class RLAlgorithm:
     - A **score** is the output of a reward model for a rollout (`reward_scorer`).
     - A **reward** is what the environment or a reward function gave a step (`reward_functions`). A
       score can be used as a reward.
-    - **Credit** is the weight of a step in the loss. `credit_assignment` computes it from rewards,
-      `reward_credit` from rewards and scores.
+    - **Credit** is the weight of a step in the loss. `credit_assignment` computes it from rewards
+      and scores.
     """
 
     name: str

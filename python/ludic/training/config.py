@@ -229,11 +229,11 @@ class TrainerConfig:
     def eval_limits(self, *, max_steps: int | None, timeout_s: float | None, concurrency: int | None) -> dict[str, Any]:
         """Return the keyword arguments for an evaluator: these arguments if not None, else the
         `eval_*` fields that were set, else None."""
-        return {
-            "max_steps": self.eval_max_steps if max_steps is None and self.was_set("eval_max_steps") else max_steps,
-            "timeout_s": self.eval_timeout_s if timeout_s is None and self.was_set("eval_timeout_s") else timeout_s,
-            "concurrency": self.eval_concurrency if concurrency is None and self.was_set("eval_concurrency") else concurrency,
-        }
+        limits = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
+        for name, limit in limits.items():
+            if limit is None and self.was_set(f"eval_{name}"):
+                limits[name] = getattr(self, f"eval_{name}")
+        return limits
 
     def validate(self) -> None:
         """Raise `ConfigError` for an invalid value or combination. The trainer calls this

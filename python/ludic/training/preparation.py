@@ -29,7 +29,6 @@ from ludic.errors import DataError
 from ludic.event_loop import await_if_needed
 from ludic.list_fields import stored
 from ludic.training import ranks
-from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.batching.fractions import refuse_fractions
 from ludic.training.batching.micro_batching import MicroBatch
@@ -61,11 +60,6 @@ class Prepared:
 def skips_zero_weight(run: TrainerState) -> bool:
     """Whether samples of weight 0 need no forward pass."""
     return run.cfg.skip_zero_weight and adapted_loss(run.algo).zero_weight_is_zero_gradient
-
-
-def select_comparable(algo: RLAlgorithm, items: Sequence[SAWItem]) -> list[SAWItem]:
-    """The samples that were drawn with the prompt that they are trained under."""
-    return [item for item in items if algo.rescores is None or not algo.rescores(item)]
 
 
 async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None = None) -> Prepared:

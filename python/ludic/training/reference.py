@@ -49,7 +49,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.loss.batch import num_rows
 from ludic.training.loss.context import SharedContext, split_actions
 from ludic.training.preflight.layouts import explain_rows
-from ludic.training.types import HasTensors, ReferencePolicy, SAWItem
+from ludic.training.types import ReferencePolicy, SAWItem
 
 __all__ = [
     "AttachedReference",
@@ -96,7 +96,7 @@ class FrozenModel:
     def computes_trees(self) -> bool:
         return self._passes.computes_trees
 
-    def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
+    def logps(self, micro_batch: MicroBatch) -> TrainFuture[Tensor]:
         return forward_action_logprobs(self._passes, _without_size(micro_batch))
 
 
@@ -110,11 +110,11 @@ class WithoutAdapters:
     def computes_trees(self) -> bool:
         return computes_trees(self.backend)
 
-    def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
+    def logps(self, micro_batch: MicroBatch) -> TrainFuture[Tensor]:
         return forward_action_logprobs(self.backend, _without_size(micro_batch), adapters=False)
 
 
-def _without_size(micro_batch: HasTensors) -> MicroBatch:
+def _without_size(micro_batch: MicroBatch) -> MicroBatch:
     return MicroBatch(micro_batch.tensors, 0, micro_batch.sample_names)
 
 
@@ -124,7 +124,7 @@ class AttachedReference:
 
     computes_trees = False
 
-    def logps(self, micro_batch: HasTensors) -> Tensor:
+    def logps(self, micro_batch: MicroBatch) -> Tensor:
         """Raises DataError: the trainer asks only for samples without them."""
         names = shorten_names(micro_batch.sample_names, limit=3)
         raise DataError(
@@ -153,7 +153,7 @@ class CachedReference:
     def computes_trees(self) -> bool:
         return computes_trees(self.inner)
 
-    async def logps(self, micro_batch: HasTensors) -> Tensor:
+    async def logps(self, micro_batch: MicroBatch) -> Tensor:
         tensors = micro_batch.tensors
         keys = sample_keys(micro_batch)
         missing = float(any(key not in self._kept for key in keys))
@@ -187,7 +187,7 @@ def decide_trees(backend: TrainingBackend, reference: ReferencePolicy | None, cf
             _ = scorer is not None and computes_trees(scorer)
 
 
-def sample_keys(micro_batch: HasTensors) -> list[bytes]:
+def sample_keys(micro_batch: MicroBatch) -> list[bytes]:
     """The `sample_key` of each sample."""
     batch = MicroBatch(micro_batch.tensors, num_rows(micro_batch.tensors))
     return [sample_key(row.tensors["input_ids"][0], row.tensors["action_mask"][0]) for row in batch.parts()]
@@ -204,7 +204,7 @@ def sample_key(input_ids: Tensor, action_mask: Tensor) -> bytes:
     return digest.digest()
 
 
-def place_actions(rows: list[Tensor], micro_batch: HasTensors) -> Tensor:
+def place_actions(rows: list[Tensor], micro_batch: MicroBatch) -> Tensor:
     """[B, T - 1] the values at the action tokens of their samples, 0 elsewhere."""
     mask = SharedContext(micro_batch.tensors["input_ids"], micro_batch.tensors).token_mask
     placed = torch.zeros_like(mask)
@@ -275,7 +275,7 @@ class PrecomputedReference:
                 known[item_key(item)] = logps
         return cls(known)
 
-    def logps(self, micro_batch: HasTensors) -> Tensor:
+    def logps(self, micro_batch: MicroBatch) -> Tensor:
         """[B, T - 1] the values at the action tokens, 0 elsewhere. Raises DataError for a sample
         that is not known."""
         has_actions = (micro_batch.tensors["action_mask"] != 0).any()

@@ -15,7 +15,7 @@ from ludic.event_loop import await_if_needed
 from ludic.inference.prompts.template import ChatTemplate, read_template_kwargs
 from ludic.inference.reward_types import ScoringInput
 from ludic.list_fields import read_list
-from ludic.training.reward_credit import CombineMode, check_mode, read_score, score_coefficients
+from ludic.training.credit_assignment import CombineMode, check_mode, read_score, score_coefficients
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout
 
@@ -125,7 +125,10 @@ class RewardModelScorer:
                 raise GradingError(
                     f"the reward model returned {len(scores)} scores for {len(inputs)} inputs; there must be one for each"
                 )
-            return [_score_or_error(float(score)) for score in scores]
+            return [
+                score if math.isfinite(score) else GradingError(f"the reward model gave {score}; a score must be finite")
+                for score in map(float, scores)
+            ]
         except DataError as error:
             if len(inputs) == 1:
                 return [_failure(error)]
@@ -220,10 +223,6 @@ def build_conversation(rollout: Rollout, system_prompt: str | None = None) -> li
     if system_prompt and not any(message.get("role") == "system" for message in messages):
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
-
-
-def _score_or_error(score: float) -> float | Exception:
-    return score if math.isfinite(score) else GradingError(f"the reward model gave {score}; a score must be finite")
 
 
 def _failure(error: Exception) -> Exception:

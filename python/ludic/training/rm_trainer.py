@@ -209,13 +209,10 @@ def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
     dropped = as_batch_source(source).pairs_incomplete
     if not dropped or (cfg.rm_require_complete_pairs and cfg.rm_drop_incomplete_pairs):
         return
-    name, argument = (
-        ("rm_drop_incomplete_pairs", "drop_incomplete")
-        if cfg.rm_require_complete_pairs
-        else ("rm_require_complete_pairs", "require_complete")
-    )
+    argument = "drop_incomplete" if cfg.rm_require_complete_pairs else "require_complete"
     raise ConfigError(
-        f"the batch source has dropped {dropped} incomplete pairs, and {name} is off; pass {argument}=False to preference_batches as well"
+        f"the batch source has dropped {dropped} incomplete pairs, and rm_{argument}_pairs is off; pass {argument}=False to "
+        "preference_batches as well"
     )
 
 

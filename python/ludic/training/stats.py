@@ -268,22 +268,14 @@ def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rol
                 reduced |= _reduce(items, records, {name: reducer}, counts)
             except Exception:
                 logger.exception("reducer %s failed; it is left out of the statistics of this step", name)
-    return {name: _reducer_stat(reducers[name], value, counts) for name, value in reduced.items()}
-
-
-def _reducer_stat(reducer: Reducer, value: float, counts: tuple[int, int]) -> Stat:
-    """The value with the rule that combines it over ranks: sums and counts that are not normalised
-    are added up; everything else is a mean weighted by its denominator, by default the number of
-    samples."""
-    if reducer.kind != "mean" and reducer.normalize_by is None:
-        return Stat(value, rule="sum")
-    return Stat(value, float(counts[1] if reducer.normalize_by == "rollouts" else counts[0]))
-
-
-def mark_percents(stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> dict[str, float]:
-    """Return `stats` with a `Percent` for each reducer with `as_percent`."""
-    percent_names = {name for name, reducer in reducers.items() if reducer.as_percent}
-    return {key: Percent(value) if key in percent_names else value for key, value in stats.items()}
+    # Over ranks, sums and counts that are not normalised are added up; everything else is a mean
+    # weighted by its denominator, by default the number of samples.
+    stats: dict[str, Stat] = {}
+    for name, value in reduced.items():
+        by = reducers[name].normalize_by
+        is_sum = reducers[name].kind != "mean" and by is None
+        stats[name] = Stat(value, rule="sum") if is_sum else Stat(value, float(counts[1] if by == "rollouts" else counts[0]))
+    return stats
 
 
 def target_rollouts(batch: SAWBatch) -> int:

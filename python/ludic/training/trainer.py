@@ -49,7 +49,7 @@ from ludic.training.loop.step_record import PhaseTimer, RankTimes, StepRecord, T
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.layouts import with_right_layout
-from ludic.training.preparation import Prepared, prepare, select_comparable, skips_zero_weight
+from ludic.training.preparation import Prepared, prepare, skips_zero_weight
 from ludic.training.reference import decide_trees, resolve_reference
 from ludic.training.rng import preserved_rng, rng_state
 from ludic.training.stats import Reducer, default_reducers, prefix_keys
@@ -330,7 +330,8 @@ class Trainer(TrainerState):
         check, self.preflight = self.preflight, None
         if check is None:
             return
-        items = select_comparable(self.algo, macro.items)
+        rescores = self.algo.rescores  # samples of another prompt than they are trained under are left out
+        items = [item for item in macro.items if rescores is None or not rescores(item)]
         current = drop_stale(items, self._step, max_lag=0)
         lacks = float(bool(items) and not current)
         if ranks.max_over_ranks([lacks], self.cfg.model_device)[0]:

@@ -45,29 +45,20 @@ def replace_folder_on_ranks(target: Path, write: Callable[[Path | None], None], 
     if shared:
         with replace_folder_together(target, write) as written:
             yield written
-    else:
-        with replace_folder_on_rank_0(target, write) as folder:
-            yield None if folder is None else (folder, {})
-
-
-@contextmanager
-def replace_folder_on_rank_0(target: Path, write: Callable[[Path | None], None]) -> Iterator[Path | None]:
-    """Call `write` on all ranks, which takes part in collectives, and yield the folder it wrote to;
-    the folder becomes `target` at the end. Ranks other than 0 write nothing, and get None."""
-    if ranks.rank() != 0:
-        write(None)
+    elif ranks.rank() != 0:
+        write(None)  # takes part in collectives
         yield None
-        return
-    has_written = False
-    try:
-        with replace_folder(target) as aside:
-            has_written = True
-            write(aside)
-            yield aside
-    except OSError:
-        if not has_written:
-            write(None)
-        raise
+    else:
+        has_written = False
+        try:
+            with replace_folder(target) as aside:
+                has_written = True
+                write(aside)
+                yield aside, {}
+        except OSError:
+            if not has_written:
+                write(None)
+            raise
 
 
 @contextmanager

@@ -41,9 +41,8 @@ from ludic.models.sharding import (
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
-from ludic.training.backend.forward import ModelPasses
+from ludic.training.backend.forward import ModelPasses, trains_without_logits
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.logits_path import trains_without_logits
 from ludic.training.backend.memory import FreedMemory, MemoryProfile
 from ludic.training.backend.precision import MasterWeights, autocast, check_precision
 from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches
@@ -320,22 +319,22 @@ class TorchBackend(ModelPasses, BackendBase):
             read_optimizer_if_stored(self.optimizer, self.model, folder)
 
     def snapshot_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        return self._run("snapshot_weights", self._snapshot)
+        def copy() -> dict[str, Tensor]:
+            reshard(self.model)
+            trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+            return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
 
-    def _snapshot(self) -> dict[str, Tensor]:
-        reshard(self.model)
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
+        return self._run("snapshot_weights", copy)
 
     def restore_weights(self, snapshot: Mapping[str, Tensor]) -> TrainFuture[None]:
-        return self._run("restore_weights", lambda: self._restore(snapshot))
+        @torch.no_grad()
+        def restore() -> None:
+            reshard(self.model)
+            parameters = dict(self.model.named_parameters())
+            for name, value in snapshot.items():
+                parameters[name].copy_(value)
 
-    @torch.no_grad()
-    def _restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        reshard(self.model)
-        parameters = dict(self.model.named_parameters())
-        for name, value in snapshot.items():
-            parameters[name].copy_(value)
+        return self._run("restore_weights", restore)
 
 
 BUCKET_BYTES = 64 << 20

@@ -142,14 +142,14 @@ class Callbacks:
         different ones."""
         self.callbacks = tuple(callbacks)
         self._run, self._save = run, save
-        at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: _list_names(self.callbacks))
-        with ranks.agree("comparing the callbacks of the ranks"):
-            names = _list_names(self.callbacks)
-            _check(self.callbacks, names, run.checkpointer)
+        with ranks.agree("checking the callbacks"):
+            names = _check(self.callbacks, run.checkpointer)
             check_watched(self.callbacks, run.cfg.eval_every_n_steps if run.evaluator is not None else None)
-            if names != list(at_rank_0):
+        at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: names)
+        with ranks.agree("comparing the callbacks of the ranks"):
+            if names != at_rank_0:
                 raise ConfigError(
-                    f"rank {ranks.rank()} has the callbacks {names}, and rank 0 {list(at_rank_0)}; pass the same callbacks on all"
+                    f"rank {ranks.rank()} has the callbacks {names}, and rank 0 {at_rank_0}; pass the same callbacks on all"
                     " ranks: rank 0 alone calls them"
                 )
         self.stop: Stop | None = None
@@ -320,9 +320,9 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _list_names(callbacks: Sequence[Callback]) -> list[str]:
-    """Raises ConfigError for an object that is no callback, and for an `on_` method that is never
-    called."""
+def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None) -> list[str]:
+    """The names. Raises ConfigError for an object that is no callback, for an `on_` method that is
+    never called, for two of one name, and for one that needs other checkpoints than there are."""
     called = [name for name in dir(Callback) if name.startswith("on_")]
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -330,10 +330,7 @@ def _list_names(callbacks: Sequence[Callback]) -> list[str]:
         unknown = [name for name in dir(callback) if name.startswith("on_") and name not in called]
         if unknown:
             raise ConfigError(f"{type(callback).__name__}.{unknown[0]} is never called; a callback has {', '.join(called)}")
-    return [callback.name for callback in callbacks]
-
-
-def _check(callbacks: Sequence[Callback], names: Sequence[str], checkpointer: CheckpointManager | None) -> None:
+    names = [callback.name for callback in callbacks]
     for callback in callbacks:
         if names.count(callback.name) > 1:
             raise ConfigError(
@@ -343,6 +340,7 @@ def _check(callbacks: Sequence[Callback], names: Sequence[str], checkpointer: Ch
             raise ConfigError(f"the callback {callback.name!r} needs checkpoints; pass checkpointer= or checkpoint_config=")
         if callback.needs_full_checkpoints and checkpointer is not None and checkpointer.cfg.layout == "shallow":
             raise ConfigError(f"the callback {callback.name!r} needs whole models, not layout=shallow; set layout=full")
+    return names
 
 
 def check_watched(callbacks: Sequence[Callback], every: int | None, *, measured: Sequence[str] | None = None) -> None:

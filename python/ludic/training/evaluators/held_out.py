@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.training import ranks
@@ -208,9 +208,9 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
             trees=computes_trees(self._passes),
         )
         known = [self._reference.of_item(item) for item in self.batch.items]
-        ratios = [_sum(logps.double() - before.double()) for logps, before in zip(own, known, strict=True)]
-        return np.array([_sum(logps.double()) for logps in own]), np.array(ratios), np.array([max(1, len(each)) for each in own])
-
-
-def _sum(values: Tensor) -> float:
-    return float(values.sum())
+        ratios = [float((logps.double() - before.double()).sum()) for logps, before in zip(own, known, strict=True)]
+        return (
+            np.array([float(logps.double().sum()) for logps in own]),
+            np.array(ratios),
+            np.array([max(1, len(each)) for each in own]),
+        )

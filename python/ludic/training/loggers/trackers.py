@@ -40,6 +40,12 @@ def import_tracker(package: str) -> Any:
         raise MissingExtraError.for_extra(package, package) from error
 
 
+def merge_arguments(init_kwargs: Mapping[str, Any] | None, config: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
+    """The arguments that start a run; named ones that are not None take precedence."""
+    named["config"] = None if config is None else dict(config)
+    return {**(init_kwargs or {}), **{key: value for key, value in named.items() if value is not None}}
+
+
 class MlflowLogger(ClosingLogger):
     """Logs to a run of its own, which the first `log` starts; the active run of `mlflow` is left
     alone. Nothing is sent but to the tracking server: MLflow's telemetry is off unless
@@ -177,16 +183,8 @@ class TrackioLogger(ClosingLogger):
         """Raises MissingExtraError without the package trackio. `resume`: whether to continue a run
         with this name: never (the default), allow or must."""
         self._trackio = import_tracker("trackio")
-        named = {
-            "project": project,
-            "name": name,
-            "group": group,
-            "config": None if config is None else dict(config),
-            "space_id": space_id,
-            "server_url": server_url,
-            "resume": resume,
-        }
-        explicit = {**(init_kwargs or {}), **{key: value for key, value in named.items() if value is not None}}
+        own = {"space_id": space_id, "server_url": server_url, "resume": resume}
+        explicit = merge_arguments(init_kwargs, project=project, name=name, group=group, config=config, **own)
         self.init_kwargs = {"project": os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT, **explicit}
         self._run: Any = None
 
@@ -230,17 +228,8 @@ class WandbLogger(ClosingLogger):
         mode: str | None = None,
     ) -> None:
         self._wandb = import_tracker("wandb")
-        named = {
-            "project": project,
-            "name": name,
-            "group": group,
-            "tags": None if tags is None else list(tags),
-            "notes": notes,
-            "config": None if config is None else dict(config),
-            "dir": dir,
-            "mode": mode,
-        }
-        self.init_kwargs = {**(init_kwargs or {}), **{key: value for key, value in named.items() if value is not None}}
+        own = {"tags": None if tags is None else list(tags), "notes": notes, "dir": dir, "mode": mode}
+        self.init_kwargs = merge_arguments(init_kwargs, project=project, name=name, group=group, config=config, **own)
         if "project" not in self.init_kwargs and not os.environ.get("WANDB_PROJECT"):
             self.init_kwargs["project"] = DEFAULT_PROJECT
         self._run: Any = None

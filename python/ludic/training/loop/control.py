@@ -30,7 +30,7 @@ ENTROPY = "weight_entropy"
 
 
 class Control:
-    """Updates the controllers once a training step. Without controllers it does nothing."""
+    """Updates the controllers once a training step."""
 
     def __init__(self, controllers: Sequence[Controller], algo: RLAlgorithm) -> None:
         """Raises ConfigError for controllers that do not fit the algorithm or each other."""

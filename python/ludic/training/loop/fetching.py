@@ -102,21 +102,19 @@ class BatchFetcher:
         return prepared[0], replace(prepared[1], share=RankShare.of_this_rank())
 
     async def _preprocess(self, batch: SAWBatch) -> tuple[SAWBatch, MacroBatch]:
+        """Raises DataError for a sample that the model cannot be trained on."""
         if self._run.algo.preprocess is not None and batch.items:
             batch = await await_if_needed(self._run.algo.preprocess(batch))
         macro = self._ingest(batch.items)
-        if not self._is_checked and macro.items:
-            self._check_samples(macro)
-        return batch, macro
-
-    def _check_samples(self, macro: MacroBatch) -> None:
-        """Raise DataError for a sample that the model cannot be trained on."""
+        if self._is_checked or not macro.items:
+            return batch, macro
         columns = {name: values.view(Column) for name, values in view_columns(macro.table.to_bytes()).items()}
         is_sound = self._check.find_fault({}, columns["input_ids"], columns.get("actor_logps")) is None  # all in one call
         for row, item in enumerate(macro.items):
             logps = None if item.actor_logps is None else stored(item.actor_logps, "token_logps")
             if fault := self._check.find_fault(item.meta, *(() if is_sound else (stored(item, "input_ids"), logps))):
                 raise DataError(f"sample {macro.name(row)} has {fault}")
+        return batch, macro
 
     def _describe_long_prompts(self, items: Sequence[SAWItem]) -> str:
         """A hint if every prompt alone is longer than `max_seq_len`, else "".

@@ -25,7 +25,7 @@ from ludic.training.backend.protocol import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.seed_tags import WITHOUT_PLAIN
-from ludic.training.loggers.base import Duration
+from ludic.training.loggers.base import Duration, Percent
 from ludic.training.loss.mismatch import is_mismatch_sum
 from ludic.training.stats import (
     SAMPLED_REWARD,
@@ -35,7 +35,6 @@ from ludic.training.stats import (
     combine_micro_stats,
     copy_to_host,
     final_values,
-    mark_percents,
     named_reward_stats,
     reduce_over_ranks,
     reducer_stats,
@@ -109,7 +108,8 @@ class StepRecord:
         stats = {**reduced, **measured}
         if (cfg.reduce_stats_across_ranks or of_all_ranks) and not shared:
             stats = reduce_over_ranks(stats, cfg.model_device)
-        percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
+        percents = {name for name, reducer in reducers.items() if reducer.as_percent and name not in measured}
+        values = {key: Percent(value) if key in percents else value for key, value in final_values(stats).items()}
         times = self.timer.stats()
         computed = self._padding["perf/real_tokens"]
         tokens = computed + self._padding["perf/shared_tokens"]  # of the samples that went through the model
@@ -117,7 +117,7 @@ class StepRecord:
         speed = {"perf/tokens_per_s": tokens / times["perf/step_s"]} if times["perf/step_s"] else {}
         lockstep = {"ranks/lockstep": self._work / self._time_of_ranks} if self._time_of_ranks else {}
         return {
-            **mark_percents(final_values(stats), percents),
+            **values,
             **self._prepared,
             **self._padding,
             **sharing,
