@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic import _core
-from ludic.columns import Column, float_column, int_column, mask_column
+from ludic.columns import Column, array_mean_or_zero, float_column, int_column, mask_column, mean_or_zero
 from ludic.errors import DataError, DataTypeError
 from ludic.files.json_values import encode_lines
 from ludic.inference.request import ReturnSpec
@@ -255,3 +255,14 @@ def test_data_classes_behave_as_without_columns():
     del item.input_ids
     with pytest.raises(AttributeError, match="input_ids"):
         item.input_ids  # noqa: B018
+
+
+def test_the_mean_of_an_empty_list_is_zero():
+    assert mean_or_zero([]) == array_mean_or_zero(np.zeros(0)) == 0.0
+
+
+def test_the_mean_of_numbers_or_booleans_is_a_float():
+    assert mean_or_zero([1, 2]) == 1.5
+    assert mean_or_zero([True, False, False, False]) == 0.25
+    assert array_mean_or_zero(np.array([True, True, False, False])) == 0.5
+    assert type(mean_or_zero([1])) is type(array_mean_or_zero(np.ones(1))) is float

@@ -40,10 +40,9 @@ PROTOCOLS = {
         RewardModelClient RolloutScorer Sandbox SandboxPool Task TensorCommunicator TestAdapter
         TrainingBackend TrainingLogger VersionedClient""",
     "an optional member of such an object": """
-        ClosableLogger HasActorLogps ReadsTokenIds Stateful SyncedLogger""",
+        HasActorLogps Stateful""",
     "two or more of ours": """
         Addressed CompletesTokens GroupLog RewardWeightsClient Running Transport WeightSource""",
-    "one of ours, of a higher layer": "HasTensors",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""
 TEST_FOLDERS = {"core", "docs", "examples", "gpu", "integration", "support"}

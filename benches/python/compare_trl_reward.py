@@ -79,7 +79,7 @@ def evaluate(work: Path, model: Path) -> dict[str, float]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from ludic.training.config import TrainerConfig
-    from ludic.training.evaluators.preferences import PreferenceEvaluator
+    from ludic.training.evaluators.held_out import PreferenceEvaluator
     from ludic.training.samples.preference import load_preference_items
 
     tokenizer = AutoTokenizer.from_pretrained(work / "start" / "model")

@@ -1,12 +1,14 @@
 """Arrays of token ids, masks and log-probabilities for fields that are lists when they are read
-(`ludic.list_fields`)."""
+(`ludic.list_fields`), and means that are 0 for an empty input."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ludic import _core
 from ludic.list_fields import ListWhenRead
@@ -68,3 +70,13 @@ def _zeros_and_ones(half: int) -> Column:
     mask = np.repeat(np.array([0, 1], np.uint8), half)
     mask.flags.writeable = False
     return mask.view(Column)
+
+
+def mean_or_zero(values: Sequence[float]) -> float:
+    """Mean of the numbers; 0.0 if there are none."""
+    return float(sum(values)) / len(values) if values else 0.0
+
+
+def array_mean_or_zero(values: NDArray[Any]) -> float:
+    """Mean of an array of numbers or flags [N]; 0.0 for N = 0."""
+    return float(values.mean()) if len(values) else 0.0

@@ -38,6 +38,7 @@ MOVED = {
     "ludic.training.batching.rollout_engine": "ludic.training.rollouts.engine",
     "ludic.training.chat_template_utils": "ludic.training.samples.prompt_completion",
     "ludic.training.preference_utils": "ludic.training.samples.preference",
+    "ludic.training.reward_credit": "ludic.training.credit_assignment",
 }
 """Documented path -> the module that has its names. Importing either gives the same module, also
 with `python -m`. A type checker does not run the finder and knows only the module on the right:

@@ -19,7 +19,7 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_every_python_example_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ludic.training.reward_registry._OWN", {})  # names that the page registers end with it
+    monkeypatch.setattr("ludic.training.reward_functions._OWN", {})  # names that the page registers end with it
     namespace: dict[str, object] = {"__name__": "example"}
     for line, source in blocks(page):
         padded = "\n" * (line - 1) + source  # shows the line of the page in a traceback

@@ -115,7 +115,7 @@ def test_checkpointed_activations_of_trees_have_the_same_gradient():
 
 def test_heads_too_narrow_for_flex_attention_are_left_to_sdpa(caplog):
     """torch's kernel needs heads of at least 16; these have 8."""
-    with caplog.at_level("INFO", "ludic.training.backend.prefix_sharing"):
+    with caplog.at_level("INFO", "ludic.training.preflight.layouts"):
         assert_same_step(branching_items((5, 4), 1), GRPO, make=tiny_model, prefix_sharing="tree")
     lines = [record.getMessage() for record in caplog.records if "FlexAttention" in record.getMessage()]
     assert len(lines) == 1

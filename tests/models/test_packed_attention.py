@@ -27,7 +27,7 @@ from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import enable_checkpointing
 from ludic.training.batching.micro_batching import to_tensors
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.evaluators.heldout_loss import HeldOutLoss
+from ludic.training.evaluators.held_out import HeldOutLoss
 from ludic.training.preflight.layouts import with_right_layout
 
 ALGO = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())

@@ -13,9 +13,9 @@ from tree_rows import make_row
 from ludic.models.packed_attention import PACKED, get_attention, set_attention
 from ludic.models.prefix_trees import BLOCK, PREFIX_FLEX, PREFIX_TREES, PrefixIntervals, find_ends
 from ludic.training.algorithm import forward_logits
-from ludic.training.backend import prefix_sharing
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.tree_batches import TreeMiniBatch
+from ludic.training.preflight import layouts
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 SAMPLES = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=24), min_size=1, max_size=8)
@@ -104,9 +104,9 @@ def test_rows_of_all_lengths_share_two_compiled_graphs():
 def test_on_a_gpu_flex_attention_is_taken_and_sdpa_where_it_fails(monkeypatch, caplog):
     def choose(model):
         cfg = cpu_config(prefix_sharing="tree")
-        monkeypatch.setattr(prefix_sharing, "_is_on_gpu", lambda cfg: True)
-        with caplog.at_level(logging.INFO, prefix_sharing.__name__):
-            assert prefix_sharing._prepare(model, cfg) is None
+        monkeypatch.setattr(layouts, "_is_on_gpu", lambda cfg: True)
+        with caplog.at_level(logging.INFO, layouts.__name__):
+            assert layouts._prepare_for_trees(model, cfg) is None
         return get_attention(model)
 
     assert choose(tiny_model()) == PREFIX_FLEX

@@ -25,7 +25,7 @@ from ludic.runs.report.reinforce import summarize_mismatch, summarize_overlap, s
 from ludic.runs.report.summary import sum_phases
 from ludic.runs.sampler import _run_server, check_inference, make_preflight
 from ludic.tasks.adapters import as_episodic
-from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loop.step_record import PhaseTimer
 
 
 def train(*arguments):

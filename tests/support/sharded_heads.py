@@ -24,7 +24,7 @@ from training_samples import cpu_config, sorting_items, tiny_model
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.sharding import ShardingSettings, gather_tensor, make_mesh, shard_model
 from ludic.training import RLAlgorithm
-from ludic.training.backend import logits_path
+from ludic.training.backend import forward
 from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
@@ -232,7 +232,7 @@ def find_tensor_parallel(rank, world, expected):
 def find_refusals(rank, world):
     """The warnings of heads that are cut in another way."""
     found, warnings = {}, []
-    logits_path._warn = warnings.append
+    forward._warn = warnings.append
     for case, change in REFUSED.items():
         warnings.clear()
         skips = ModelPasses(change(tiny_model(tie_word_embeddings=False)), cpu_config(logits="chunked")).skips_logits

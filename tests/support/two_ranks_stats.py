@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ludic.training.loop.micro_stats import Stat, final_values, reduce_over_ranks
+from ludic.training.stats import Stat, final_values, reduce_over_ranks
 
 STATS_BY_RANK = [
     {

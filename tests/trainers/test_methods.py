@@ -25,8 +25,7 @@ from ludic.runs.reinforce import RLRun
 from ludic.tasks import Tools
 from ludic.trainers.inputs import as_plain
 from ludic.training import Callback, KeepBest, StopOnMetric
-from ludic.training.reward_functions import register_reward, reward_names
-from ludic.training.reward_registry import given_rewards, make_reward
+from ludic.training.reward_functions import given_rewards, make_reward, register_reward, reward_names
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(20)]
 SMALL = {
@@ -240,7 +239,7 @@ def test_functions_of_an_object_are_seen_inside_its_block_alone() -> None:
 
 
 def test_a_registered_reward_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludic.training.reward_registry._OWN", {})
+    monkeypatch.setattr("ludic.training.reward_functions._OWN", {})
     register_reward("reward", lambda: digits)
     with pytest.raises(ConfigError, match="there is a reward 'reward' already"):
         GRPO("m", lambda completions: [1.0] * len(completions), ROWS)

@@ -15,7 +15,7 @@ from training_samples import ListSource, assert_same_tensors, cpu_config, tiny_m
 from ludic.errors import ConfigError, DataError
 from ludic.training import Trainer, make_grpo, make_maxent_grpo
 from ludic.training.info_seed import InfoSeed, seed_of
-from ludic.training.loggers.alias import DOCUMENT_NAMES
+from ludic.training.loggers.local import DOCUMENT_NAMES
 from ludic.training.loss.context import SharedContext, split_actions
 from ludic.training.loss.info_seed import FixedSeedHead, seed_directions
 from ludic.training.preparation import prepare

@@ -499,7 +499,7 @@ def test_unsupported_models_have_rows_of_their_own_and_one_line_says_why(name, s
     make, loss, reason = UNSUPPORTED[name]
     network = make() if make else reward_model(pad_token_id=PAD)
     before = get_attention(network)
-    with caplog.at_level(logging.INFO, "ludic.training.backend.prefix_sharing"):
+    with caplog.at_level(logging.INFO, "ludic.training.preflight.layouts"):
         trainer = rm_trainer(
             pairs_of((2, 2)), model=network, loss=loss, config={"prefix_sharing": sharing}, eval_items=pairs_of((1,))
         )
@@ -515,7 +515,7 @@ def test_unsupported_models_have_rows_of_their_own_and_one_line_says_why(name, s
 @pytest.mark.parametrize("name", ["Bigram", "mamba"])
 def test_dpo_of_models_without_such_attention_has_rows_of_its_own(name, caplog):
     network = Bigram() if name == "Bigram" else mamba()
-    with caplog.at_level(logging.INFO, "ludic.training.backend.prefix_sharing"):
+    with caplog.at_level(logging.INFO, "ludic.training.preflight.layouts"):
         trainer = dpo_trainer(pairs_of((2, 2)), model=network, config={"prefix_sharing": "tree"})
         assert trainer.train_step_sync()["perf/shared_tokens"] == 0
     [line] = [record for record in caplog.records if "sharing prefixes" in record.getMessage()]

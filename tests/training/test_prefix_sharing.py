@@ -33,7 +33,6 @@ from ludic.models.packed_attention import PACKED, get_attention
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training import RLAlgorithm, Trainer, TrainerConfig, collate_saw_items, make_grpo
 from ludic.training.algorithm import forward_for_loss
-from ludic.training.backend import prefix_sharing
 from ludic.training.backend.torch import TorchBackend, enable_checkpointing
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.tree_batches import TreeMiniBatch
@@ -41,6 +40,7 @@ from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import TokenClippedSurrogateLoss
 from ludic.training.loss.context import split_actions
 from ludic.training.loss.correction import TruncatedImportanceSampling
+from ludic.training.preflight import layouts
 from ludic.training.reference import FrozenModel
 from ludic.training.types import ActorTokenLogps, SampleAttachments
 
@@ -209,7 +209,7 @@ def test_unsupported_models_have_rows_of_their_own_and_one_line_says_why(make, l
     before = get_attention(network)
     algo = algorithm(loss or TokenClippedSurrogateLoss())
     cfg = cpu_config(prefix_sharing=sharing)
-    with caplog.at_level(logging.INFO, "ludic.training.backend.prefix_sharing"):
+    with caplog.at_level(logging.INFO, "ludic.training.preflight.layouts"):
         trainer = Trainer(model=network, algo=algo, batch_source=ListSource(branching_items((4, 4))), cfg=cfg)
         trainer.train_sync(2)
     [line] = [record for record in caplog.records if "sharing prefixes" in record.getMessage()]
@@ -423,7 +423,7 @@ def test_whether_trees_are_computed_is_decided_when_the_trainer_is_made(make, mo
     network, frozen = make(), make()
     cfg = cpu_config(prefix_sharing="auto")
     state = torch.random.get_rng_state()
-    with caplog.at_level(logging.INFO, prefix_sharing.__name__):
+    with caplog.at_level(logging.INFO, layouts.__name__):
         trainer = Trainer(
             model=network,
             algo=algorithm(),
@@ -435,7 +435,7 @@ def test_whether_trees_are_computed_is_decided_when_the_trainer_is_made(make, mo
     expected = PACKED if make is tiny_model else "eager"
     assert get_attention(network) == expected
     assert get_attention(trainer.reference.model) == expected
-    said = [record for record in caplog.records if record.name == prefix_sharing.__name__]
+    said = [record for record in caplog.records if record.name == layouts.__name__]
     assert len(said) == (0 if make is tiny_model else 2)
-    monkeypatch.setattr(prefix_sharing, "_prepare", None)  # nothing is asked any more
+    monkeypatch.setattr(layouts, "_prepare_for_trees", None)  # nothing is asked any more
     assert (trainer.train_step_sync()["perf/shared_tokens"] > 0) == (make is tiny_model)

@@ -8,8 +8,7 @@ import pytest
 from reward_scoring import rollout, score
 
 from ludic.errors import ConfigError, GradingError
-from ludic.training.reward_deadline import RewardDeadlineExceeded, RewardsHung, ThreadedCalls, report_slow_call
-from ludic.training.reward_functions import RewardFunctions
+from ludic.training.reward_functions import RewardDeadlineExceeded, RewardFunctions, RewardsHung, ThreadedCalls, report_slow_call
 
 LONG_S = 60.0
 
@@ -130,14 +129,14 @@ def test_a_slow_call_without_a_deadline_is_reported_once_with_its_line(caplog):
             release.set()
 
     handler = Seen()
-    logging.getLogger("ludic.training.reward_deadline").addHandler(handler)
+    logging.getLogger("ludic.training.reward_functions").addHandler(handler)
     try:
         with report_slow_call("judge", reported, after_s=0.01):
             assert release.wait(LONG_S)
         with report_slow_call("judge", reported, after_s=0.01):
             time.sleep(0.1)
     finally:
-        logging.getLogger("ludic.training.reward_deadline").removeHandler(handler)
+        logging.getLogger("ludic.training.reward_functions").removeHandler(handler)
     [record] = [record for record in caplog.records if "judge" in record.getMessage()]
     assert "has been running for 0.01 s" in record.getMessage()
     assert "set reward_timeout_s to give it a deadline" in record.getMessage()

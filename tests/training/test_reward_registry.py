@@ -4,13 +4,13 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.tasks.rewards import build_rewards
-from ludic.training import reward_registry
+from ludic.training import reward_functions
 from ludic.training.reward_functions import register_reward, reward_names
 
 
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
-    monkeypatch.setattr(reward_registry, "_OWN", {})
+    monkeypatch.setattr(reward_functions, "_OWN", {})
 
 
 def make_short():

@@ -18,8 +18,7 @@ from ludic.training import (
     stats as stats_module,
 )
 from ludic.training.loggers.base import Percent
-from ludic.training.loop.micro_stats import combine_stats, final_values
-from ludic.training.stats import check_reducers, entropy_stat, named_reward_stats, prefix_keys
+from ludic.training.stats import check_reducers, combine_stats, entropy_stat, final_values, named_reward_stats, prefix_keys
 from ludic.training.types import ActorTokenLogps, SampleAttachments
 
 

@@ -31,16 +31,15 @@ from ludic.tasks.reasoning_gym import ReasoningGym
 from ludic.tasks.rewards import success_of
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.callbacks import Callback, CompletionTable, KeepBest, PushToHub, StopOnMetric
+from ludic.training.callbacks.base import check_watched
 from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers import Controller, EntropyController, EntropySchedule, KLController, MetaController
 from ludic.training.controllers.entropy import check_reachable
 from ludic.training.filters import drop_incomplete_completions
-from ludic.training.loop.callbacks import check_watched
 from ludic.training.presets.preprocess import add_info_seed
 from ludic.training.presets.registry import REGISTRY
-from ludic.training.reward_functions import required_arguments
-from ludic.training.reward_registry import CODE_REWARDS
+from ludic.training.reward_functions import CODE_REWARDS, required_arguments
 from ludic.training.types import SAWBatch
 from ludic.user_objects import import_named
 

@@ -33,7 +33,7 @@ from ludic.training.callbacks import Callback
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loggers import TrainingLogger
-from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loop.step_record import PhaseTimer
 from ludic.training.rng import reseed_for_rank
 from ludic.training.trainer import Trainer
 

@@ -30,7 +30,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.controllers import Controller, save_controller_state
 from ludic.training.controllers.saved_state import FILE_NAME
 from ludic.training.loggers import TeeLogger, TrainingLogger
-from ludic.training.loop.token_log import TokenLog
+from ludic.training.loop.step_record import TokenLog
 from ludic.training.reference import FrozenModel
 
 

@@ -42,7 +42,7 @@ from ludic.training import ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.dpo_trainer import DPOTrainer, DPOTrainerConfig
-from ludic.training.evaluators.preferences import MEASURED
+from ludic.training.evaluators.held_out import MEASURED
 from ludic.training.presets import make_dpo, make_sft
 from ludic.training.reference import FrozenModel
 from ludic.training.trainer import Trainer

@@ -29,7 +29,7 @@ from ludic.recipes.model import (
 )
 from ludic.recipes.schema import LoraSection, Recipe
 from ludic.recipes.sections import QuantizationSection
-from ludic.training.backend.logits_path import CHUNKED_FROM
+from ludic.training.backend.forward import CHUNKED_FROM
 from ludic.training.loss.token_scores import count_tile_elements
 
 WIDE = 4

@@ -7,8 +7,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ludic.training.backend.freed_memory import find_allocator_function
-
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt(3)."""
 MALLOC = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20}
@@ -26,6 +24,8 @@ def settle_memory() -> Iterator[None]:
     allocator and not to the system, also afterwards, unless `MALLOC_*` or `GLIBC_TUNABLES` are set;
     the backend returns them every few seconds (`FreedMemory`).
     """
+    from ludic.training.backend.memory import find_allocator_function  # imports torch
+
     if (mallopt := find_allocator_function("mallopt")) is not None:
         for parameter, value in MALLOC.items():
             mallopt(parameter, value)

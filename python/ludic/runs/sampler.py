@@ -24,7 +24,7 @@ from ludic.runs.servers.connecting import connect_to_servers
 from ludic.runs.servers.server import SERVED_NAME, start_server
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks
-from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loop.step_record import PhaseTimer
 from ludic.training.preflight.check import MAX_DIFFERENCE, MAX_ROUNDING, Preflight
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from ludic.runs.report.summary import show_costs
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
-from ludic.training.evaluators.heldout_loss import HeldOutLoss
+from ludic.training.evaluators.held_out import HeldOutLoss
 from ludic.training.presets import make_sft
 from ludic.training.trainer import Trainer
 

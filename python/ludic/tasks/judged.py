@@ -22,7 +22,7 @@ from ludic.models.positions import pin_rope
 from ludic.tasks.adapters import WrappedTask
 from ludic.tasks.episodic import EpisodicTask, Played, share
 from ludic.tasks.rewards import NoRewards
-from ludic.training.reward_credit import CombineMode
+from ludic.training.credit_assignment import CombineMode
 from ludic.training.reward_scorer import SCORE_INFO, TASK_REWARD_INFO, RewardModelReward, RewardModelScorer
 
 

@@ -11,8 +11,15 @@ from typing import Any
 
 from ludic.errors import ConfigError, did_you_mean
 from ludic.tasks.episodic import EpisodicTask
-from ludic.training.reward_functions import RewardFunction, RewardFunctions, TrainerState
-from ludic.training.reward_registry import CODE_REWARDS, VERIFIERS, make_reward, reward_names
+from ludic.training.reward_functions import (
+    CODE_REWARDS,
+    VERIFIERS,
+    RewardFunction,
+    RewardFunctions,
+    TrainerState,
+    make_reward,
+    reward_names,
+)
 from ludic.types import Rollout
 from ludic.user_objects import import_named
 

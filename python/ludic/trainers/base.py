@@ -23,7 +23,7 @@ from ludic.runs.command import RunCommand
 from ludic.runs.directory import RunDirectory, run_path
 from ludic.trainers.errors import with_short_errors
 from ludic.trainers.inputs import overrides_of
-from ludic.training.reward_registry import given_rewards
+from ludic.training.reward_functions import given_rewards
 
 if TYPE_CHECKING:
     from ludic.runs.base import TrainingRun
@@ -130,7 +130,7 @@ class RecipeTrainer:
 
     def _begin(self, run: TrainingRun[Any, Any, Any]) -> None:
         """Called with the run of the present `train` when it is set up."""
-        from ludic.training.loop.callbacks import check_watched
+        from ludic.training.callbacks.base import check_watched
 
         check_watched(self.callbacks, run.recipe.trainer.eval_every_n_steps, measured=run.measured)
         run.callbacks = self.callbacks

@@ -15,8 +15,7 @@ from ludic.errors import ConfigError, ConfigTypeError
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
 from ludic.recipes.overrides import Override, make_override
-from ludic.training.reward_functions import describe_missing, needed_columns
-from ludic.training.reward_registry import reward_names
+from ludic.training.reward_functions import describe_missing, needed_columns, reward_names
 
 Rows = str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 """A file, a folder, a hub id or a mixture as in the setting `data`; or rows: a list of mappings, or

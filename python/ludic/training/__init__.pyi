@@ -46,6 +46,7 @@ from ludic.training.coefficients import Coefficient as Coefficient
 from ludic.training.config import TrainerConfig as TrainerConfig
 from ludic.training.credit_assignment import (
     BatchNormalizedReturn as BatchNormalizedReturn,
+    CombineMode as CombineMode,
     ConstantCredit as ConstantCredit,
     EpisodicReturn as EpisodicReturn,
     GroupNormalizedReturn as GroupNormalizedReturn,
@@ -53,9 +54,10 @@ from ludic.training.credit_assignment import (
     MonteCarloReturn as MonteCarloReturn,
     OverlongPenalty as OverlongPenalty,
     PerStepReward as PerStepReward,
+    RewardModelCreditAssigner as RewardModelCreditAssigner,
 )
 from ludic.training.dpo_trainer import DPOTrainer as DPOTrainer, DPOTrainerConfig as DPOTrainerConfig
-from ludic.training.evaluators.preferences import (
+from ludic.training.evaluators.held_out import (
     ImplicitRewardEvaluator as ImplicitRewardEvaluator,
     PreferenceEvaluator as PreferenceEvaluator,
 )
@@ -135,10 +137,6 @@ from ludic.training.reference import (
     FrozenModel as FrozenModel,
     PrecomputedReference as PrecomputedReference,
     WithoutAdapters as WithoutAdapters,
-)
-from ludic.training.reward_credit import (
-    CombineMode as CombineMode,
-    RewardModelCreditAssigner as RewardModelCreditAssigner,
 )
 from ludic.training.reward_scorer import (
     RewardModelClient as RewardModelClient,

@@ -68,8 +68,8 @@ class RLAlgorithm:
     - A **score** is the output of a reward model for a rollout (`reward_scorer`).
     - A **reward** is what the environment or a reward function gave a step (`reward_functions`). A
       score can be used as a reward.
-    - **Credit** is the weight of a step in the loss. `credit_assignment` computes it from rewards,
-      `reward_credit` from rewards and scores.
+    - **Credit** is the weight of a step in the loss. `credit_assignment` computes it from rewards
+      and scores.
     """
 
     name: str
@@ -165,17 +165,13 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
             keywords["position_ids"] = place.expand_as(batch["input_ids"])
     ids = batch["input_ids"] if trees is None else trees.input_ids
     if "cu_seqlens" in batch and is_classifier(unwrap_transformer(model)):
-        return _score_samples(model, ids, keywords, batch)
+        with captured_head(model) as seen:
+            pooled: Tensor = model(input_ids=ids, **keywords).logits
+        scores = select_scores(seen[-1][1], batch, find_padding(model))
+        return scores + 0.0 * pooled.sum()  # wrappers begin the backward pass at the model's own output
     output = model(input_ids=ids, **keywords)
     logits: Tensor = output.logits if hasattr(output, "logits") else output
     return logits
-
-
-def _score_samples(model: nn.Module, row: Tensor, keywords: Mapping[str, Any], batch: Batch) -> Tensor:
-    with captured_head(model) as seen:
-        pooled: Tensor = model(input_ids=row, **keywords).logits
-    scores = select_scores(seen[-1][1], batch, find_padding(model))
-    return scores + 0.0 * pooled.sum()  # wrappers begin the backward pass at the model's own output
 
 
 def forward_batch(
@@ -275,23 +271,21 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
         if attached is None:
             missing.append(index)
             continue
-        _check_logps(index, item, stored(attached, "token_logps"))
+        logps, actions = stored(attached, "token_logps"), int(np.count_nonzero(stored(item, "action_mask")))
+        if len(logps) != actions:
+            raise DataError(
+                f"actor_logps length mismatch in sample {index}: {len(logps)} values for {actions} action tokens; there must be one each"
+            )
+        if not (is_list_of(logps, float, int) or is_float_array(logps)):
+            raise DataTypeError(
+                f"actor_logps of sample {index} must be a List[float] or a float array, got {type(logps).__name__}"
+            )
     if missing:
         raise DataError(
             f"{len(missing)} of {len(saw_batch.items)} samples ({shorten_names(missing, limit=3)}) have no actor_logps; "
             "sample with ReturnSpec.for_rl() so that the log-probabilities come back, or set Sample.rollout_log_probs"
         )
     return saw_batch
-
-
-def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
-    actions = int(np.count_nonzero(stored(item, "action_mask")))
-    if len(logps) != actions:
-        raise DataError(
-            f"actor_logps length mismatch in sample {index}: {len(logps)} values for {actions} action tokens; there must be one each"
-        )
-    if not (is_list_of(logps, float, int) or is_float_array(logps)):
-        raise DataTypeError(f"actor_logps of sample {index} must be a List[float] or a float array, got {type(logps).__name__}")
 
 
 def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:

@@ -256,9 +256,20 @@ class CheckpointManager:
         checkpoint, and CheckpointError if all are damaged.
         """
         if path is not None or step is not None:
-            return self._require_undamaged(_require_folder(self.root / f"step_{step:06d}" if path is None else Path(path)))
+            folder = self.root / f"step_{step:06d}" if path is None else Path(path)
+            if not folder.is_dir():
+                raise FileNotFoundError(f"there is no checkpoint at {folder}")
+            faults = self._find_faults(folder)
+            if not faults:
+                return warn_if_unverifiable(folder)
+            others = (other.name for other in self._folders()[::-1] if other != folder and not find_checkpoint_faults(other))
+            raise CheckpointError(
+                f"{folder} is damaged: {', '.join(faults)}; the newest undamaged checkpoint in {self.root} is {next(others, 'none')}"
+            )
+        restore_replaced(self.root)
         damaged: list[str] = []
-        for folder in self._candidates():
+        newest_first, latest = self._folders()[::-1], self._read_pointer()
+        for folder in sorted(newest_first, key=lambda each: each != latest):
             faults = self._find_faults(folder)
             if not faults:
                 if damaged:
@@ -271,24 +282,6 @@ class CheckpointManager:
 
     def _find_faults(self, folder: Path) -> list[str]:
         return self._verified.find_faults(folder, find_checkpoint_faults)
-
-    def _require_undamaged(self, folder: Path) -> Path:
-        """`folder`, or CheckpointError that names its damage and an undamaged one instead."""
-        faults = self._find_faults(folder)
-        if not faults:
-            return warn_if_unverifiable(folder)
-        others = (other.name for other in reversed(self._folders()) if other != folder and not find_checkpoint_faults(other))
-        raise CheckpointError(
-            f"{folder} is damaged: {', '.join(faults)}; the newest undamaged checkpoint in {self.root} is {next(others, 'none')}"
-        )
-
-    def _candidates(self) -> list[Path]:
-        """The checkpoints in the order in which they are tried: the one of latest.json, then from
-        the newest to the oldest."""
-        restore_replaced(self.root)
-        newest_first = self._folders()[::-1]
-        latest = self._read_pointer()
-        return [folder for folder in newest_first if folder == latest] + [folder for folder in newest_first if folder != latest]
 
     def _read_pointer(self) -> Path | None:
         """The checkpoint that latest.json names, which may be damaged. None, with a warning, if it
@@ -358,9 +351,3 @@ def _write_files(folder: Path, files: Mapping[str, Mapping[str, Any]] | None) ->
 def _read_metadata(folder: Path) -> dict[str, Any]:
     state = folder / STATE
     return read_json(state) if state.exists() else {"step": 0}
-
-
-def _require_folder(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint at {folder}")
-    return folder

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ludic.columns import array_mean_or_zero
 from ludic.errors import ConfigError, DataError
-from ludic.training.averages import array_mean_or_zero
 
 Floats = NDArray[np.float64]
 PERCENTILES = (5, 25, 50, 75, 95)

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields
-from typing import Any, Literal, TypeVar, cast, dataclass_transform
+from typing import Any, Literal, TypeVar, cast, dataclass_transform, get_args
 
 from ludic.errors import BudgetError, ConfigError, did_you_mean
 
@@ -20,11 +20,15 @@ LogitsPath = Literal["auto", "full", "chunked"]
 PrefixSharing = Literal["auto", "off", "tree"]
 SchedulerType = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
-PACKINGS: tuple[str, ...] = ("optimal", "greedy", "padding_free")
-LOGITS_PATHS: tuple[str, ...] = ("auto", "full", "chunked")
-PREFIX_SHARINGS: tuple[str, ...] = ("auto", "off", "tree")
-SCHEDULER_TYPES: tuple[str, ...] = ("cosine", "linear", "constant", "constant_with_warmup")
-MIXED_PRECISION_DTYPES: tuple[str, ...] = ("bf16",)
+SCHEDULER_TYPES: tuple[str, ...] = get_args(SchedulerType)
+CHOICES = {"packing": get_args(Packing), "logits": get_args(LogitsPath), "prefix_sharing": get_args(PrefixSharing)}
+LEAST = {
+    **dict.fromkeys(("pad_token_id", "overhead_tokens", "seed", "max_lag", "warmup_steps", "sync_every_steps"), 0),
+    **dict.fromkeys(("max_seq_len", "micro_token_budget", "minibatches_per_batch", "epochs_per_batch", "max_empty_batches"), 1),
+    **dict.fromkeys(("early_stopping_patience", "log_every", "eval_concurrency", "eval_max_steps", "eval_every_n_steps"), 1),
+}
+"""The least values of settings that are whole numbers."""
+MAY_BE_NONE = ("max_lag", "early_stopping_patience", "eval_every_n_steps")
 
 _SIZES_REMEDY = "micro-batches are now sized by tokens: set max_seq_len and micro_token_budget"
 _REMOVED_SETTINGS = {
@@ -53,11 +57,7 @@ def config_dataclass(cls: C) -> C:
     """Make `cls` a dataclass with a constructor that explains unknown and removed names, and that
     records which fields were passed (`TrainerConfig.was_set`)."""
     decorated = dataclass(cls)
-    decorated.__init__ = _with_name_checks(decorated.__init__)
-    return cast(C, decorated)
-
-
-def _with_name_checks(init: Callable[..., None]) -> Callable[..., None]:
+    init: Callable[..., None] = decorated.__init__
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -70,18 +70,13 @@ def _with_name_checks(init: Callable[..., None]) -> Callable[..., None]:
         if rate is not None and arguments.get("lr", rate) != rate:
             raise ConfigError(f"lr ({arguments['lr']}) and learning_rate ({rate}) are two names of one setting; give one of them")
         init(self, *args, **kwargs)
-        passed = frozenset(arguments) - {"self"}
-        # `dataclasses.replace` passes every field. Then only the fields that differ from their
-        # default count as set.
-        has_all = passed >= {item.name for item in fields(self)}
-        self._explicit = frozenset(filter(functools.partial(_differs_from_default, self), passed)) if has_all else passed
+        self._explicit = frozenset(arguments) - {"self"}
+        defaults = {item.name: item.default for item in fields(self)}
+        if self._explicit >= defaults.keys():  # as `dataclasses.replace` passes them: those that differ from the default are set
+            self._explicit = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
 
-    return __init__
-
-
-def _differs_from_default(config: Any, name: str) -> bool:
-    defaults = {item.name: item.default for item in fields(config)}
-    return name in defaults and getattr(config, name) != defaults[name]
+    decorated.__init__ = __init__
+    return cast(C, decorated)
 
 
 def _describe_unknown_name(owner: str, name: str, names: list[str]) -> str:
@@ -141,7 +136,8 @@ class TrainerConfig:
     and a model whose output layer is known and whole; otherwise a warning says why all are
     computed. auto: chunked if `micro_token_budget` times the vocabulary is at least 2^26."""
     max_lag: int | None = None
-    """Drop samples of a policy that is more than this many versions old. None means never."""
+    """Drop samples of a policy that is more than this many versions old (`loop.staleness`). None
+    means never."""
     reduce_stats_across_ranks: bool = False
     """Log statistics over all ranks instead of rank 0 alone. Shared batches always have them over
     all ranks."""
@@ -233,19 +229,29 @@ class TrainerConfig:
     def eval_limits(self, *, max_steps: int | None, timeout_s: float | None, concurrency: int | None) -> dict[str, Any]:
         """Return the keyword arguments for an evaluator: these arguments if not None, else the
         `eval_*` fields that were set, else None."""
-        return {
-            "max_steps": self.eval_max_steps if max_steps is None and self.was_set("eval_max_steps") else max_steps,
-            "timeout_s": self.eval_timeout_s if timeout_s is None and self.was_set("eval_timeout_s") else timeout_s,
-            "concurrency": self.eval_concurrency if concurrency is None and self.was_set("eval_concurrency") else concurrency,
-        }
+        limits = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
+        for name, limit in limits.items():
+            if limit is None and self.was_set(f"eval_{name}"):
+                limits[name] = getattr(self, f"eval_{name}")
+        return limits
 
     def validate(self) -> None:
         """Raise `ConfigError` for an invalid value or combination. The trainer calls this
         again."""
         self._check_optimizer()
-        self._check_batching()
+        if self.pad_token_id is None:
+            raise ConfigError("pad_token_id is None; pass tokenizer.pad_token_id, or its eos_token_id if it has no pad token")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            is_valid = (is_integer and value >= least) or (value is None and name in MAY_BE_NONE)
+            _require(is_valid, name, value, f"be a whole number >= {least}")
+        check_budget(self.micro_token_budget, self.max_seq_len)
+        for name, choices in CHOICES.items():
+            _require(getattr(self, name) in choices, name, getattr(self, name), f"be one of {', '.join(choices)}")
         self._check_schedule()
-        self._check_cadence()
+        if self.eval_timeout_s is not None:
+            _require(self.eval_timeout_s > 0, "eval_timeout_s", self.eval_timeout_s, "be > 0, or None for no limit")
 
     def _check_optimizer(self) -> None:
         _require(_is_finite(self.lr) and self.lr >= 0, "lr", self.lr, "be a finite number >= 0")
@@ -257,34 +263,14 @@ class TrainerConfig:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "be > 0; None turns clipping off")
         is_valid = _is_finite(self.temperature) and self.temperature > 0
         _require(is_valid, "temperature", self.temperature, "be a finite number > 0; 1 leaves the policy unchanged")
-        is_known = self.mixed_precision_dtype is None or self.mixed_precision_dtype in MIXED_PRECISION_DTYPES
+        is_known = self.mixed_precision_dtype in (None, "bf16")
         _require(is_known, "mixed_precision_dtype", self.mixed_precision_dtype, 'be "bf16", or None for the model\'s own dtype')
-
-    def _check_batching(self) -> None:
-        if self.pad_token_id is None:
-            raise ConfigError("pad_token_id is None; pass tokenizer.pad_token_id, or its eos_token_id if it has no pad token")
-        _require_int("pad_token_id", self.pad_token_id, 0)
-        _require_int("max_seq_len", self.max_seq_len, 1)
-        _require_int("micro_token_budget", self.micro_token_budget, 1)
-        check_budget(self.micro_token_budget, self.max_seq_len)
-        _require(self.packing in PACKINGS, "packing", self.packing, f"be one of {', '.join(PACKINGS)}")
-        _require(self.logits in LOGITS_PATHS, "logits", self.logits, f"be one of {', '.join(LOGITS_PATHS)}")
-        sharing = self.prefix_sharing
-        _require(sharing in PREFIX_SHARINGS, "prefix_sharing", sharing, f"be one of {', '.join(PREFIX_SHARINGS)}")
-        _require_int("overhead_tokens", self.overhead_tokens, 0)
-        _require_int("minibatches_per_batch", self.minibatches_per_batch, 1)
-        _require_int("epochs_per_batch", self.epochs_per_batch, 1)
-        _require_int("max_empty_batches", self.max_empty_batches, 1)
-        _require_int("seed", self.seed, 0)
-        if self.max_lag is not None:
-            _require_int("max_lag", self.max_lag, 0)
 
     def _check_schedule(self) -> None:
         if self.lr_scheduler_type is not None:
             is_known = self.lr_scheduler_type in SCHEDULER_TYPES
             rule = f"be one of {', '.join(SCHEDULER_TYPES)}, or None for a constant rate"
             _require(is_known, "lr_scheduler_type", self.lr_scheduler_type, rule)
-        _require_int("warmup_steps", self.warmup_steps, 0)
         if self.warmup_ratio is not None:
             _require(0 <= self.warmup_ratio <= 1, "warmup_ratio", self.warmup_ratio, "be in [0, 1]")
         if self.lr_scheduler_type is None and (self.warmup_steps or self.warmup_ratio):
@@ -292,22 +278,10 @@ class TrainerConfig:
                 'warmup_steps and warmup_ratio need lr_scheduler_type; "constant_with_warmup" keeps the rate constant after the warm-up'
             )
         _require(0 <= self.lr_min_ratio <= 1, "lr_min_ratio", self.lr_min_ratio, "be in [0, 1]: a fraction of lr")
-        if self.early_stopping_patience is not None:
-            _require_int("early_stopping_patience", self.early_stopping_patience, 1)
         mode = self.early_stopping_mode
         _require(mode in ("auto", "min", "max"), "early_stopping_mode", mode, "be auto, min or max")
         delta = self.early_stopping_min_delta
         _require(delta >= 0, "early_stopping_min_delta", delta, "be >= 0")
-
-    def _check_cadence(self) -> None:
-        _require_int("sync_every_steps", self.sync_every_steps, 0)
-        _require_int("log_every", self.log_every, 1)
-        _require_int("eval_concurrency", self.eval_concurrency, 1)
-        _require_int("eval_max_steps", self.eval_max_steps, 1)
-        if self.eval_every_n_steps is not None:
-            _require_int("eval_every_n_steps", self.eval_every_n_steps, 1)
-        if self.eval_timeout_s is not None:
-            _require(self.eval_timeout_s > 0, "eval_timeout_s", self.eval_timeout_s, "be > 0, or None for no limit")
 
 
 def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
@@ -335,8 +309,3 @@ def _is_finite(value: Any) -> bool:
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
         raise ConfigError(f"{name} ({value}) must {rule}")
-
-
-def _require_int(name: str, value: object, least: int) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_integer and value >= least, name, value, f"be a whole number >= {least}")  # type: ignore[operator]

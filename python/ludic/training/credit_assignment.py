@@ -1,11 +1,13 @@
-"""Credit assigners: compute one weight for each step from the rewards of rollouts. Plain float64
-arithmetic without torch."""
+"""Credit assigners: compute one weight for each step from the rewards of rollouts, or from scores
+of a reward model. Plain float64 arithmetic without torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -190,11 +192,11 @@ class OverlongPenalty:
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         """Raises DataError for a step without a token trace: its length is unknown."""
-        return self.inner.compute([self._penalise(rollout) for rollout in rollouts])
-
-    def _penalise(self, rollout: Rollout) -> Rollout:
-        steps = [replace(step, reward=step.reward - self._penalty(rollout, step)) for step in rollout.steps]
-        return replace(rollout, steps=steps)
+        penalised = []
+        for rollout in rollouts:
+            steps = [replace(step, reward=step.reward - self._penalty(rollout, step)) for step in rollout.steps]
+            penalised.append(replace(rollout, steps=steps))
+        return self.inner.compute(penalised)
 
     def _penalty(self, rollout: Rollout, step: Step) -> float:
         if step.trace is None:
@@ -240,15 +242,12 @@ def _group_positions(rollouts: Sequence[Rollout], group_size: int, *, allow_part
         groups.setdefault((group, rollout.meta.get("agent_id")), []).append(position)
     for (group, agent), members in groups.items():
         if len(members) > group_size or (len(members) < group_size and not allow_partial):
+            whose = "" if agent is None else f" of agent {agent}"
             raise DataError(
-                f"Group size mismatch: group {group}{_agent_suffix(agent)} has {len(members)} rollouts, group_size is {group_size}; "
+                f"Group size mismatch: group {group}{whose} has {len(members)} rollouts, group_size is {group_size}; "
                 "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts"
             )
     return list(groups.values())
-
-
-def _agent_suffix(agent: object) -> str:
-    return "" if agent is None else f" of agent {agent}"
 
 
 def _weights_by_step(rollouts: Sequence[Rollout], values: Sequence[float]) -> Weights:
@@ -261,3 +260,87 @@ def _weights_by_step(rollouts: Sequence[Rollout], values: Sequence[float]) -> We
 def _check_group_size(group_size: int) -> None:
     if group_size <= 0:
         raise ConfigError(f"group_size must be positive, got {group_size}")
+
+
+CombineMode = Literal["replace", "add", "multiply", "weighted", "bonus"]
+"""How a score is combined with a base, which is a reward or a weight; see `combine_score`."""
+
+
+def combine_score(mode: CombineMode, base: float, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> float:
+    """Combine a base and a score:
+
+    - `replace`: score
+    - `add`: base + score
+    - `multiply`: base * score
+    - `weighted`: alpha * base + (1 - alpha) * score
+    - `bonus`: base + rm_coeff * score
+    """
+    scale, offset = score_coefficients(mode, score, rm_coeff=rm_coeff, alpha=alpha)
+    return scale * base + offset
+
+
+def score_coefficients(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
+    """Return (scale, offset) such that `combine_score` is scale * base + offset."""
+    match check_mode(mode):
+        case "replace":
+            return 0.0, score
+        case "add":
+            return 1.0, score
+        case "multiply":
+            return score, 0.0
+        case "weighted":
+            return alpha, (1 - alpha) * score
+        case "bonus":
+            return 1.0, rm_coeff * score
+
+
+def check_mode(mode: CombineMode) -> CombineMode:
+    """Return `mode`. Raises ConfigError if it is unknown."""
+    if mode not in get_args(CombineMode):
+        raise ConfigError(f"unknown mode {mode!r}; it must be one of {', '.join(get_args(CombineMode))}")
+    return mode
+
+
+def read_score(rollout: Rollout, key: str) -> float:
+    """Return the score that a `RewardModelScorer` wrote to the rollout's meta. Raises DataError
+    unless it is a finite number."""
+    score = rollout.meta.get(key)
+    if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
+        raise DataError(
+            f"rollout {rollout.id} has {key}={score!r} in its meta; there must be a finite score: give the engine "
+            "scorer=RewardModelScorer(...), or score the rollouts before credit is assigned"
+        )
+    return float(score)
+
+
+@dataclass
+class RewardModelCreditAssigner:
+    """Combines the weights of `inner_assigner` with the score of each rollout; without an inner
+    assigner the base is 1 at every step.
+
+    The score is `rollout.meta[rm_score_key]`, used unchanged at every step of the rollout. There is
+    no baseline: if all scores are positive, the modes that add them increase the probability of
+    every answer. To compare scores within their group instead, use them as rewards
+    (`RewardModelReward`) with `GroupNormalizedReturn`.
+    """
+
+    mode: CombineMode = "bonus"
+    rm_coeff: float = 1.0
+    alpha: float = 0.5
+    rm_score_key: str = "rm_score"
+    inner_assigner: CreditAssigner | None = None
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        """Return the weights. Raises DataError for a rollout without a score."""
+        inner = self.inner_assigner.compute(rollouts) if self.inner_assigner is not None else None
+        weights: Weights = {}
+        for rollout in rollouts:
+            score = read_score(rollout, self.rm_score_key)
+            for step in rollout.steps:
+                key = (rollout.id, step.index)
+                base = 1.0 if inner is None else inner[key]
+                weights[key] = combine_score(self.mode, base, score, rm_coeff=self.rm_coeff, alpha=self.alpha)
+        return weights

@@ -2,7 +2,7 @@
 
 It overrides the ingestion, splitting and collation of `Trainer` (`batching.pair_batches`), has the
 log-probabilities of the reference computed before the first step (`training.reference`), and
-evaluates implicit rewards (`evaluators.preferences`).
+evaluates implicit rewards (`evaluators.held_out`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import as_forward_passes, forward_action_logprobs
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.prefix_sharing import shares_prefixes
-from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
+from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
 from ludic.training.batching.tree_batches import PairTreeMiniBatch
-from ludic.training.evaluators.preferences import ImplicitRewardEvaluator
+from ludic.training.evaluators.held_out import ImplicitRewardEvaluator
 from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.loss.dpo import DPOLoss
@@ -89,7 +88,13 @@ class DPOTrainer(Trainer):
             raise ConfigTypeError(f"DPOTrainer needs a DPOTrainerConfig, which has room for pairs, not a {type(cfg).__name__}")
         if eval_items and options.get("evaluator") is not None:
             raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
-        self._loss = _require_dpo(algo)
+        loss = adapted_loss(algo)
+        if not isinstance(loss, DPOLoss):
+            raise ConfigError(
+                f"DPOTrainer compares a policy with its reference by DPOLoss, and {algo.name} has {loss_name(loss)}; use make_dpo(), or "
+                "RMTrainer for a reward model"
+            )
+        self._loss = loss
         if lora_config is not None:
             model = apply_lora(require_model(model), lora_config)
         if model is not None and not is_sharded(model):
@@ -108,7 +113,7 @@ class DPOTrainer(Trainer):
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         assert isinstance(macro, PreferenceMacroBatch)
-        kind = PairTreeMiniBatch if shares_prefixes(self.backend, self.cfg) else PreferenceMiniBatch
+        kind = PairTreeMiniBatch if with_defaults(self.backend).shares_prefixes else PreferenceMiniBatch
         return kind(macro, rows, self.cfg)
 
     def evaluate(self, items: Sequence[SAWItem] | None = None) -> dict[str, float]:
@@ -124,16 +129,6 @@ class DPOTrainer(Trainer):
 
 def _ingest(items: Sequence[SAWItem], cfg: DPOTrainerConfig) -> PreferenceMacroBatch:
     return PreferenceMacroBatch.ingest_pairs(items, cfg.max_seq_len)
-
-
-def _require_dpo(algo: RLAlgorithm) -> DPOLoss:
-    loss = adapted_loss(algo)
-    if not isinstance(loss, DPOLoss):
-        raise ConfigError(
-            f"DPOTrainer compares a policy with its reference by DPOLoss, and {algo.name} has {loss_name(loss)}; use make_dpo(), or "
-            "RMTrainer for a reward model"
-        )
-    return loss
 
 
 def _list_pairs(pairs: Sequence[SAWItem] | None, source: BatchSource) -> Sequence[SAWItem]:

@@ -2,13 +2,21 @@
 other policies, and the weights of a batch credit.
 
 Weights that compare samples with each other must be computed here: computed micro-batch by
-micro-batch they would depend on the split.
+micro-batch they would depend on the split. Log-probabilities take one forward pass over all
+samples, and each token keeps its value in any layout:
+
+- `proximal_logps`: under the weights at the start of the step. In the first optimizer step of a
+  batch these are the current ones. From the second on (`minibatches_per_batch`,
+  `epochs_per_batch`) the ratio of policy to sampler includes the updates since then, and a
+  correction must not correct for these.
+- `reference_logps`: under a reference that does not change during training.
+- `actor_logps`: the sampled ones, where some are replaced (`RLAlgorithm.rescores`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,17 +29,19 @@ from ludic.errors import DataError
 from ludic.event_loop import await_if_needed
 from ludic.list_fields import stored
 from ludic.training import ranks
-from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.batching.fractions import refuse_fractions
 from ludic.training.batching.micro_batching import MicroBatch
-from ludic.training.batching.mini_batches import MacroBatch
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import Rows
+from ludic.training.batching.tree_batches import TreeMiniBatch
+from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.seed_tags import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.state import TrainerState
 from ludic.training.loss.base import adapted_loss
-from ludic.training.reference import computes_trees
-from ludic.training.token_columns import ForwardLogps, add_token_column, score_rows
+from ludic.training.loss.context import split_actions
+from ludic.training.reference import computes_trees, exchange_rows
 from ludic.training.types import BatchCredit, CandidateGroups, Candidates, SAWItem, Weighed
 from ludic.types import group_of
 
@@ -50,11 +60,6 @@ class Prepared:
 def skips_zero_weight(run: TrainerState) -> bool:
     """Whether samples of weight 0 need no forward pass."""
     return run.cfg.skip_zero_weight and adapted_loss(run.algo).zero_weight_is_zero_gradient
-
-
-def select_comparable(algo: RLAlgorithm, items: Sequence[SAWItem]) -> list[SAWItem]:
-    """The samples that were drawn with the prompt that they are trained under."""
-    return [item for item in items if algo.rescores is None or not algo.rescores(item)]
 
 
 async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None = None) -> Prepared:
@@ -85,7 +90,10 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
         facts = {name: np.array([read(item) for item in macro.items]) for name, read in run.algo.sample_columns.items()}
         macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
         stats |= _measure_seeds(run, macro)
-    macro = await _add_proximal(run, macro)
+    if run.algo.correction is not None and run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch > 1:
+        skips, trees = skips_zero_weight(run), computes_trees(run.backend)
+        forward = _own_forward(run)
+        macro = await add_token_column(macro, "proximal_logps", run.cfg, forward, skip_zero_weight=skips, trees=trees)
     await _log_tokens(run, macro, run.current_step if batch_number is None else batch_number)
     return Prepared(macro, stats, groups)
 
@@ -207,15 +215,6 @@ def _weigh(run: TrainerState, credit: BatchCredit, macro: MacroBatch) -> Weighed
     return weighed
 
 
-async def _add_proximal(run: TrainerState, macro: MacroBatch) -> MacroBatch:
-    """Add the log-probabilities under the weights that the step begins with, if a correction needs
-    them after the first optimizer step."""
-    if run.algo.correction is None or run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch == 1:
-        return macro
-    skips, trees = skips_zero_weight(run), computes_trees(run.backend)
-    return await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips, trees=trees)
-
-
 async def _log_tokens(run: TrainerState, macro: MacroBatch, number: int) -> None:
     """Log the log-probabilities with which the step of batch `number` begins, on rank 0."""
     if run.token_log is None or not run.token_log.is_due(number):
@@ -234,6 +233,45 @@ def _own_forward(run: TrainerState) -> ForwardLogps:
         return await run.compute(lambda backend: forward_action_logprobs(backend, micro_batch))
 
     return forward
+
+
+ForwardLogps = Callable[[MicroBatch], Awaitable[Tensor]]
+"""Returns [B, T - 1] log-probabilities of a micro-batch."""
+
+
+async def add_token_column(
+    batch: MacroBatch, name: str, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool, trees: bool
+) -> MacroBatch:
+    """The batch with the token column `name`: what `forward` computes for every sample, or with
+    `skip_zero_weight` for samples whose weight is not 0."""
+    rows = np.arange(len(batch.items))
+    scored = await score_rows(batch, rows, cfg, forward, skip_zero_weight=skip_zero_weight, trees=trees)
+    return replace(batch, token_columns={**batch.token_columns, name: scored})
+
+
+async def score_rows(
+    batch: MacroBatch,
+    rows: Rows,
+    cfg: TrainerConfig,
+    forward: ForwardLogps,
+    *,
+    skip_zero_weight: bool = False,
+    trees: bool = False,
+) -> dict[int, Tensor]:
+    """Row -> [A] what `forward` computes for the samples at `rows`; with `trees` it may get rows of
+    prefix trees. All ranks call it. Of a batch that all ranks have, the result has every row, and
+    zeros for those that were not computed."""
+    whole = (TreeMiniBatch if trees else MiniBatch)(batch, rows, cfg, skip_zero_weight=skip_zero_weight)
+    logps_by_row: dict[int, Tensor] = {}
+    for index, micro_batch in enumerate(whole):
+        logps = await forward(micro_batch)
+        values = split_actions(logps, micro_batch.tensors)
+        logps_by_row.update(
+            zip(map(int, whole.micro_batch_rows(index)), values, strict=False)
+        )  # padding rows belong to no sample
+    if batch.share is not None:
+        logps_by_row = exchange_rows(logps_by_row, batch, cfg.model_device)
+    return logps_by_row
 
 
 def candidates_of(macro: MacroBatch) -> Candidates:

@@ -17,10 +17,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -38,8 +40,7 @@ from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import ModelPasses, forward_action_logprobs
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.prefix_sharing import shares_prefixes
-from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
+from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.rank_plans import RankShare
@@ -47,8 +48,8 @@ from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.batch import num_rows
 from ludic.training.loss.context import SharedContext, split_actions
-from ludic.training.token_columns import exchange_rows
-from ludic.training.types import HasTensors, ReferencePolicy, SAWItem
+from ludic.training.preflight.layouts import explain_rows
+from ludic.training.types import ReferencePolicy, SAWItem
 
 __all__ = [
     "AttachedReference",
@@ -95,7 +96,7 @@ class FrozenModel:
     def computes_trees(self) -> bool:
         return self._passes.computes_trees
 
-    def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
+    def logps(self, micro_batch: MicroBatch) -> TrainFuture[Tensor]:
         return forward_action_logprobs(self._passes, _without_size(micro_batch))
 
 
@@ -109,11 +110,11 @@ class WithoutAdapters:
     def computes_trees(self) -> bool:
         return computes_trees(self.backend)
 
-    def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
+    def logps(self, micro_batch: MicroBatch) -> TrainFuture[Tensor]:
         return forward_action_logprobs(self.backend, _without_size(micro_batch), adapters=False)
 
 
-def _without_size(micro_batch: HasTensors) -> MicroBatch:
+def _without_size(micro_batch: MicroBatch) -> MicroBatch:
     return MicroBatch(micro_batch.tensors, 0, micro_batch.sample_names)
 
 
@@ -123,7 +124,7 @@ class AttachedReference:
 
     computes_trees = False
 
-    def logps(self, micro_batch: HasTensors) -> Tensor:
+    def logps(self, micro_batch: MicroBatch) -> Tensor:
         """Raises DataError: the trainer asks only for samples without them."""
         names = shorten_names(micro_batch.sample_names, limit=3)
         raise DataError(
@@ -152,7 +153,7 @@ class CachedReference:
     def computes_trees(self) -> bool:
         return computes_trees(self.inner)
 
-    async def logps(self, micro_batch: HasTensors) -> Tensor:
+    async def logps(self, micro_batch: MicroBatch) -> Tensor:
         tensors = micro_batch.tensors
         keys = sample_keys(micro_batch)
         missing = float(any(key not in self._kept for key in keys))
@@ -180,12 +181,13 @@ def decide_trees(backend: TrainingBackend, reference: ReferencePolicy | None, cf
     """Find out which passes compute prefix trees, and say why others do not, before the first batch
     is sampled: it may set the model's attention. All ranks call it."""
     if cfg.prefix_sharing != "off":
-        shares_prefixes(backend, cfg)
+        if with_defaults(backend).shares_prefixes is None:
+            explain_rows(f"{type(backend).__name__} does not compute them", type(backend), cfg)
         for scorer in (backend, reference):
             _ = scorer is not None and computes_trees(scorer)
 
 
-def sample_keys(micro_batch: HasTensors) -> list[bytes]:
+def sample_keys(micro_batch: MicroBatch) -> list[bytes]:
     """The `sample_key` of each sample."""
     batch = MicroBatch(micro_batch.tensors, num_rows(micro_batch.tensors))
     return [sample_key(row.tensors["input_ids"][0], row.tensors["action_mask"][0]) for row in batch.parts()]
@@ -202,7 +204,7 @@ def sample_key(input_ids: Tensor, action_mask: Tensor) -> bytes:
     return digest.digest()
 
 
-def place_actions(rows: list[Tensor], micro_batch: HasTensors) -> Tensor:
+def place_actions(rows: list[Tensor], micro_batch: MicroBatch) -> Tensor:
     """[B, T - 1] the values at the action tokens of their samples, 0 elsewhere."""
     mask = SharedContext(micro_batch.tensors["input_ids"], micro_batch.tensors).token_mask
     placed = torch.zeros_like(mask)
@@ -273,7 +275,7 @@ class PrecomputedReference:
                 known[item_key(item)] = logps
         return cls(known)
 
-    def logps(self, micro_batch: HasTensors) -> Tensor:
+    def logps(self, micro_batch: MicroBatch) -> Tensor:
         """[B, T - 1] the values at the action tokens, 0 elsewhere. Raises DataError for a sample
         that is not known."""
         has_actions = (micro_batch.tensors["action_mask"] != 0).any()
@@ -357,3 +359,20 @@ def score_actions(batch: MacroBatch, cfg: TrainerConfig, forward: Score, *, tree
     if ranks.is_distributed():
         by_row = exchange_rows(by_row, shared, cfg.model_device)
     return [by_row[row].float().cpu() for row in range(len(batch.items))]
+
+
+def exchange_rows(own: dict[int, Tensor], batch: MacroBatch, device: torch.device | str) -> dict[int, Tensor]:
+    """Row -> [A] values of all rows of a batch that all ranks have. Each rank has computed some,
+    and later mini-batches give it others.
+
+    Example: 3 rows of 2, 1 and 2 tokens, of which rank 0 has the first and rank 1 the others:
+    [a b 0 0 0] + [0 0 c d e] = [a b c d e] is divided at 2 and 3.
+    """
+    counts = batch.table.target_counts.tolist()
+    ends = list(accumulate(counts))
+    column = torch.zeros(sum(counts), device=device)
+    for row, logps in own.items():
+        column[ends[row] - counts[row] : ends[row]] = logps.to(column)
+    if ranks.is_distributed():
+        dist.all_reduce(column)
+    return dict(enumerate(column.split(counts)))

@@ -6,7 +6,9 @@ or of lists of messages if the data set has messages. Further keywords are the o
 data set, as lists, and `completion_ids`, `trainer_state`, `log_extra`, `log_metric` and `is_eval`
 (whether the completions are measured and not trained on). A function gets the keywords in its
 signature, or all if it has `**kwargs`. It can be a coroutine function; all coroutine functions of a
-batch run concurrently.
+batch run concurrently. A plain function blocks the thread that it runs in, and may have a deadline.
+
+`register_reward` names a function for the `reward` of a recipe; the built-in verifiers have names.
 """
 
 from __future__ import annotations
@@ -15,31 +17,135 @@ import asyncio
 import inspect
 import logging
 import math
+import sys
+import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.envs.dataset_qa_env import prompt_shown
+from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
+from ludic.event_loop import run_in_daemon_thread
 from ludic.interaction.containment import describe_error
 from ludic.list_fields import read_list
-from ludic.training.reward_deadline import (
-    MAX_HUNG_CALLS,
-    CoroutineDeadlineExceeded,
-    RewardDeadlineExceeded,
-    RewardsBroken,
-    ThreadedCalls,
-    is_coroutine_function,
-    report_slow_call,
-)
-from ludic.training.reward_registry import register_reward as register_reward, reward_names as reward_names
 from ludic.types import Message, Rollout, answers_of, group_of
+from ludic.user_objects import GivenNames
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SHOWN_PROMPT = 80
 """Maximum characters of a prompt in an error message."""
+
+
+MAX_HUNG_CALLS = 8
+SLOW_CALL_S = 60.0
+"""After so long, a call without a deadline is reported, once for each function."""
+
+
+class RewardDeadlineExceeded(TimeoutError):
+    """A reward function took longer than `timeout_s`."""
+
+
+class CoroutineDeadlineExceeded(RewardDeadlineExceeded):
+    """A coroutine function did, and was cancelled."""
+
+
+class RewardsBroken(LudicError):
+    """No reward of a function can be trusted: the run ends."""
+
+
+class RewardsHung(RewardsBroken, RuntimeError):
+    """More calls of reward functions hang than are allowed."""
+
+
+class ThreadedCalls:
+    """Calls plain functions in threads of their own, each with a deadline.
+
+    A thread cannot be ended from outside: after the deadline it is left alone, and keeps its memory
+    and its core until the function returns, or the process ends. At most `max_hung` such threads
+    may be alive at a time.
+    """
+
+    def __init__(self, max_hung: int = MAX_HUNG_CALLS) -> None:
+        self.max_hung = max_hung
+        self._hung: set[object] = set()
+
+    @property
+    def hung(self) -> int:
+        """Calls that are beyond their deadline and have not returned."""
+        return len(self._hung)
+
+    async def call(self, name: str, function: Callable[[], T], timeout_s: float) -> T:
+        """`function()`. Raises RewardDeadlineExceeded after `timeout_s`; RewardsHung instead if
+        that makes more than `max_hung` calls; and what the function raises."""
+        call, is_done = object(), threading.Event()
+
+        def work() -> T:
+            try:
+                return function()
+            finally:
+                is_done.set()
+                self._hung.discard(call)
+
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                return await run_in_daemon_thread(work, name=f"reward {name}")
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            self._hung.add(call)
+            if is_done.is_set():  # it ended between the deadline and now
+                self._hung.discard(call)
+            if self.hung > self.max_hung:
+                raise RewardsHung(
+                    f"{self.hung} calls of reward functions have not returned {timeout_s:g} s after they began, the last one of {name}; "
+                    f"their threads cannot be ended, and at most {self.max_hung} may hang. Give the function a deadline of its own "
+                    "(subprocess.run(timeout=), requests.get(timeout=)), or raise reward_timeout_s if it is only slow"
+                ) from error
+            raise RewardDeadlineExceeded(
+                f"it took longer than {timeout_s:g} s (reward_timeout_s); its thread cannot be ended and goes on"
+            ) from error
+
+
+def is_coroutine_function(function: Callable[..., object]) -> bool:
+    """Whether a call returns a coroutine, and so cannot block."""
+    inner = getattr(function, "func", function)  # functools.partial
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+@contextmanager
+def report_slow_call(name: str, reported: set[str], after_s: float = SLOW_CALL_S) -> Iterator[None]:
+    """Log a warning, once for each function, if the block takes longer than `after_s`: nothing else
+    runs in the event loop meanwhile. It names the line that is being executed."""
+    thread = threading.get_ident()
+
+    def warn() -> None:
+        if name in reported:
+            return
+        reported.add(name)
+        frame = sys._current_frames().get(thread)
+        place = "its thread has ended"
+        if frame is not None:
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        logger.warning(
+            "reward function %s has been running for %g s (%s), and everything waits for it; set reward_timeout_s to give it a deadline",
+            name,
+            after_s,
+            place,
+        )
+
+    timer = threading.Timer(after_s, warn)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass
@@ -123,22 +229,17 @@ class RewardFunctions:
             except DataError as error:
                 errors[rollout.id] = error
         if inputs:
-            columns = await self._all_rewards(inputs)
+            named = list(zip(self.names, self.functions, strict=True))
+            first = await asyncio.gather(*(self._start(name, function, inputs) for name, function in named))
+            columns = [
+                await self._retry_by_group(name, function, inputs, result) if isinstance(result, Exception) else result
+                for (name, function), result in zip(named, first, strict=True)
+            ]
             for index, entry in enumerate(inputs):
                 failure = self._add_reward(entry.rollout, [column[index] for column in columns])
                 if failure is not None:
                     errors[entry.rollout.id] = failure
         return errors
-
-    async def _all_rewards(self, inputs: Sequence[_FunctionInput]) -> list[list[Reward]]:
-        """Return the rewards, indexed by function and completion."""
-        named = zip(self.names, self.functions, strict=True)
-        results = [self._start(name, function, inputs) for name, function in named]
-        first = await asyncio.gather(*results)
-        return [
-            await self._retry_by_group(name, function, inputs, result) if isinstance(result, Exception) else result
-            for name, function, result in zip(self.names, self.functions, first, strict=True)
-        ]
 
     def _start(
         self, name: str, function: RewardFunction, inputs: Sequence[_FunctionInput]
@@ -341,20 +442,17 @@ def _reward(element: Any) -> Reward:
 
 def reward_failure(name: str, function: RewardFunction, error: Exception, entry: _FunctionInput) -> Exception:
     """Return the error of a function for a rollout."""
-    failed = f"reward function {name} failed: {_reason(function, error)}"
+    reason = str(error)
+    if not isinstance(error, LudicError | RewardDeadlineExceeded):
+        code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+        place = error_location(error, None if code is None else code.co_filename)
+        reason = f"{describe_error(error)} ({place})" if place else describe_error(error)
+    failed = f"reward function {name} failed: {reason}"
     if isinstance(error, TypeError | AttributeError) and isinstance(entry.completion, list):
         failed += "; a completion is a list of messages here, the last text is completion[-1]['content']"
     failure = GradingError(failed)
     failure.__cause__ = error
     return failure
-
-
-def _reason(function: RewardFunction, error: Exception) -> str:
-    if isinstance(error, LudicError | RewardDeadlineExceeded):
-        return str(error)
-    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    place = error_location(error, None if code is None else code.co_filename)
-    return f"{describe_error(error)} ({place})" if place else describe_error(error)
 
 
 def exit_error(error: SystemExit) -> Exception:
@@ -396,19 +494,58 @@ def name_functions(functions: Sequence[RewardFunction]) -> list[str]:
     return names
 
 
-def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
-
-
 def accepts(function: RewardFunction, name: str) -> bool:
     """Whether the function can be called with the keyword `name`."""
-    parameters = _parameters(function)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return True
-    return name in parameters
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def required_arguments(function: RewardFunction) -> list[str]:
     """The arguments without a default."""
     fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [name for name, p in _parameters(function).items() if p.default is p.empty and p.kind not in fixed]
+    return [name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty and p.kind not in fixed]
+
+
+MakeReward = Callable[[], Callable[..., Any]]
+VERIFIERS: dict[str, MakeReward] = {"gsm8k": gsm8k_reward, "math": math_reward, "pure_accuracy_math": TaggedMathReward}
+"""The built-in ones: 1 for a right answer, 0 for any other."""
+CODE_REWARDS = {"code": False, "code_partial": True}
+"""Names for `reward` that are a task of their own, which runs programs -> whether some of the tests
+earn a part of the reward."""
+_OWN: dict[str, MakeReward] = {}
+_GIVEN = GivenNames[Callable[..., Any]]("rewards")
+given_rewards = _GIVEN.given
+
+
+def register_reward(name: str, make: MakeReward | None = None, *, replace: bool = False) -> Any:
+    """Let recipes name a reward. `make` takes no arguments and returns the reward function. Without
+    `make` it is a decorator of that function. Raises ConfigError for a name that is taken; with
+    `replace`, only for the name of a built-in one.
+
+    >>> @register_reward("short")
+    ... def make_short():
+    ...     return lambda completions: [-float(len(text)) for text in completions]
+    """
+    if not name or ":" in name or not name.isprintable():
+        raise ConfigError(f"the name of a reward ({name!r}) must be text without `:`, which separates a module from a function")
+    if name in VERIFIERS or (name in _OWN and not replace):
+        raise ConfigError(f"there is a reward {name!r} already; register yours under another name")
+
+    def register(made: MakeReward) -> MakeReward:
+        if not callable(made):
+            raise ConfigError(f"the reward {name!r} needs a function that makes it, got {type(made).__name__}")
+        _OWN[name] = made
+        return made
+
+    return register if make is None else register(make)
+
+
+def reward_names() -> list[str]:
+    """All names, sorted."""
+    return sorted({*VERIFIERS, *_OWN, *_GIVEN.now})
+
+
+def make_reward(name: str) -> Callable[..., Any]:
+    """The reward function of that name. Raises KeyError for an unknown one."""
+    given = _GIVEN.now
+    return given[name] if name in given else (_OWN[name] if name in _OWN else VERIFIERS[name])()

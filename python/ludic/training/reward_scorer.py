@@ -8,14 +8,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from ludic.errors import ConfigError, DataError, GradingError
 from ludic.event_loop import await_if_needed
 from ludic.inference.prompts.template import ChatTemplate, read_template_kwargs
 from ludic.inference.reward_types import ScoringInput
 from ludic.list_fields import read_list
-from ludic.training.reward_credit import CombineMode, check_mode, read_score, score_coefficients
+from ludic.training.credit_assignment import CombineMode, check_mode, read_score, score_coefficients
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout
 
@@ -27,21 +27,12 @@ TASK_REWARD_INFO = "rewards/task"
 
 
 class RewardModelClient(Protocol):
-    """A client of a reward model. A client that can also score token ids implements
-    `ReadsTokenIds`."""
+    """A client of a reward model. A client that can also score token ids has
+    `reads_ids_of(tokenizer)`: whether `score_batch` accepts lists of this tokenizer's ids."""
 
     async def score_batch(self, inputs: list[Any], *, normalize: bool = True) -> list[float]:
         """Return [N] scores, one per input. A DataError means that an input is invalid; the other
         inputs are then scored without it."""
-        ...
-
-
-@runtime_checkable
-class ReadsTokenIds(Protocol):
-    """A reward model that can score token ids as well as text."""
-
-    def reads_ids_of(self, tokenizer: Any) -> bool:
-        """Whether `score_batch` accepts lists of this tokenizer's ids."""
         ...
 
 
@@ -91,7 +82,9 @@ class RewardModelScorer:
             raise ConfigError(f"batch_size ({self.batch_size}) must be >= 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s ({self.timeout_s}) must be > 0")
-        if self.use_chat_template and not (hasattr(self.tokenizer, "apply_chat_template") and _has_template(self.tokenizer)):
+        # An object without `chat_template`, no transformers tokenizer, is assumed to have one.
+        has_template = hasattr(self.tokenizer, "apply_chat_template") and getattr(self.tokenizer, "chat_template", "") is not None
+        if self.use_chat_template and not has_template:
             raise ConfigError("use_chat_template needs a tokenizer with a chat template; pass it as tokenizer")
         self._takes_ids: bool | None = None
 
@@ -105,7 +98,10 @@ class RewardModelScorer:
                 inputs[rollout.id] = self._model_input(rollout)
             except Exception as error:
                 errors[rollout.id] = _failure(error)
-        scores = await self._score_all(list(dict.fromkeys(inputs.values())))
+        distinct = list(dict.fromkeys(inputs.values()))
+        batches = [distinct[start : start + self.batch_size] for start in range(0, len(distinct), self.batch_size)]
+        results = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
+        scores = dict(zip(distinct, (score for result in results for score in result), strict=True))
         for rollout in rollouts:
             if rollout.id not in inputs:
                 continue
@@ -118,11 +114,6 @@ class RewardModelScorer:
                 rollout.meta[f"{self.score_key}_from"] = "text" if isinstance(scored, str) else "tokens"
         return errors
 
-    async def _score_all(self, inputs: Sequence[ScoringInput]) -> dict[ScoringInput, float | Exception]:
-        batches = [inputs[start : start + self.batch_size] for start in range(0, len(inputs), self.batch_size)]
-        results = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
-        return dict(zip(inputs, (score for result in results for score in result), strict=True))
-
     async def _score_batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
         """Return a score or an error for each input. If the client raises DataError for the
         batch, its halves are scored separately, down to the invalid input."""
@@ -130,7 +121,14 @@ class RewardModelScorer:
             async with asyncio.timeout(self.timeout_s):
                 batch = [each if isinstance(each, str) else list(each) for each in inputs]
                 scores = await await_if_needed(self.client.score_batch(batch, normalize=self.normalize))
-            return _check_scores(scores, len(inputs))
+            if len(scores) != len(inputs):
+                raise GradingError(
+                    f"the reward model returned {len(scores)} scores for {len(inputs)} inputs; there must be one for each"
+                )
+            return [
+                score if math.isfinite(score) else GradingError(f"the reward model gave {score}; a score must be finite")
+                for score in map(float, scores)
+            ]
         except DataError as error:
             if len(inputs) == 1:
                 return [_failure(error)]
@@ -155,8 +153,8 @@ class RewardModelScorer:
 
     def _reads_ids(self) -> bool:
         if self._takes_ids is None:
-            reads_ids = isinstance(self.client, ReadsTokenIds) and self.client.reads_ids_of
-            self._takes_ids = bool(self.policy_tokenizer is not None and reads_ids and reads_ids(self.policy_tokenizer))
+            reads_ids_of = getattr(self.client, "reads_ids_of", None)
+            self._takes_ids = bool(self.policy_tokenizer is not None and reads_ids_of and reads_ids_of(self.policy_tokenizer))
             if self.policy_tokenizer is not None and not self._takes_ids:
                 logger.warning("the reward model cannot score the policy's token ids; it scores text, which is tokenised again")
         return self._takes_ids
@@ -201,19 +199,14 @@ class RewardModelReward:
 
     def _reward(self, rollout: Rollout) -> None:
         score, task = read_score(rollout, self.scorer.score_key), rollout.total_reward
-        judged = score - self.unfinished_penalty if _is_unfinished(rollout) else score
+        last = rollout.steps[-1]
+        finish_reason = last.trace.finish_reason if last.trace is not None else last.info.get("finish_reason")
+        judged = score - self.unfinished_penalty if finish_reason == "length" else score
         scale, offset = score_coefficients(self.mode, judged, rm_coeff=self.rm_coeff, alpha=self.alpha)
         for step in rollout.steps:
             step.reward *= scale
-        last = rollout.steps[-1]
         last.reward += offset
         last.info.update({SCORE_INFO: score, TASK_REWARD_INFO: task})
-
-
-def _is_unfinished(rollout: Rollout) -> bool:
-    last = rollout.steps[-1]
-    finish_reason = last.trace.finish_reason if last.trace is not None else last.info.get("finish_reason")
-    return finish_reason == "length"
 
 
 def build_conversation(rollout: Rollout, system_prompt: str | None = None) -> list[Message]:
@@ -232,16 +225,6 @@ def build_conversation(rollout: Rollout, system_prompt: str | None = None) -> li
     return messages
 
 
-def _check_scores(scores: Any, expected: int) -> list[float | Exception]:
-    if len(scores) != expected:
-        raise GradingError(f"the reward model returned {len(scores)} scores for {expected} inputs; there must be one for each")
-    return [_score_or_error(float(score)) for score in scores]
-
-
-def _score_or_error(score: float) -> float | Exception:
-    return score if math.isfinite(score) else GradingError(f"the reward model gave {score}; a score must be finite")
-
-
 def _failure(error: Exception) -> Exception:
     """Return the error of one rollout. Each rollout gets its own error object, because raising an
     error changes its traceback."""
@@ -251,9 +234,3 @@ def _failure(error: Exception) -> Exception:
     failure = GradingError(f"the reward model gave no score: {type(error).__name__}: {reason}")
     failure.__cause__ = error
     return failure
-
-
-def _has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat template. An object without the attribute `chat_template`,
-    which is not a transformers tokenizer, is assumed to have one."""
-    return getattr(tokenizer, "chat_template", True) is not None

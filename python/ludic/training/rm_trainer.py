@@ -1,7 +1,7 @@
 """`RMTrainer`: trains reward models on preference pairs.
 
 It overrides the ingestion, splitting and collation of `Trainer` (`batching.pair_batches`) and the
-evaluation (`evaluators.preferences`).
+evaluation (`evaluators.held_out`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ludic.models.heads import is_classifier
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import unwrap_model
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.prefix_sharing import shares_prefixes
-from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
+from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.backend.torch import build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
@@ -32,7 +31,7 @@ from ludic.training.batching.preference import (
 from ludic.training.batching.source import as_batch_source
 from ludic.training.batching.tree_batches import PairTreeMiniBatch, SampleTreeMiniBatch
 from ludic.training.classification_metrics import PreferenceMetrics
-from ludic.training.evaluators.preferences import PreferenceEvaluator
+from ludic.training.evaluators.held_out import PreferenceEvaluator
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import Loss, adapted_loss, loss_name
@@ -85,17 +84,22 @@ class RMTrainer(Trainer):
             )
         if evaluator is not None and eval_items is not None:
             raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
-        _check_loss(adapted_loss(algo), cfg)
+        loss = adapted_loss(algo)
+        if not cfg.rm_pair_aware and loss.normalizer == "pairs":
+            raise ConfigError(
+                f"{loss_name(loss)} compares the two samples of a pair, which must be in the same micro-batch; leave rm_pair_aware on, or "
+                "pass a loss of single samples"
+            )
         _check_source(batch_source, cfg)
         if model is not None:
-            _check_model(model, adapted_loss(algo), cfg)
+            _check_model(model, loss, cfg)
         if lora_config is not None:
             model = apply_lora(require_model(model), lora_config)
         self._padding_was_seen = False
-        self.eval_metrics = _metrics(adapted_loss(algo), cfg)
+        self.eval_metrics = _metrics(loss, cfg)
         """Has the scores that `update_eval_metrics` adds."""
         if eval_items is not None:
-            evaluator = self._make_evaluator(backend or require_model(model), adapted_loss(algo), cfg, eval_items)
+            evaluator = self._make_evaluator(backend or require_model(model), loss, cfg, eval_items)
         super().__init__(
             model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, backend=backend, **options
         )
@@ -119,12 +123,6 @@ class RMTrainer(Trainer):
             require_complete=self.cfg.rm_require_complete_pairs,
             drop_incomplete=self.cfg.rm_drop_incomplete_pairs,
         )
-        self._warn_of_padding(macro)
-        return macro
-
-    def _warn_of_padding(self, macro: MacroBatch) -> None:
-        """Warn once if samples end with the padding token, which a classifier would take for
-        padding."""
         ends_as_padding = any(item.input_ids[-1] == self.cfg.pad_token_id for item in macro.items)
         if ends_as_padding and not self._padding_was_seen and self._model is not None and is_classifier(self._model):
             self._padding_was_seen = True
@@ -133,6 +131,7 @@ class RMTrainer(Trainer):
                 "last token returns another score; pad with a token that no sample ends with, or end samples with another token",
                 self.cfg.pad_token_id,
             )
+        return macro
 
     def _group_pairs(self, items: Sequence[SAWItem]) -> list[PreferencePair]:
         """`group_preference_pairs` with the settings of the config."""
@@ -153,7 +152,7 @@ class RMTrainer(Trainer):
         )
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
-        trees, keys = shares_prefixes(self.backend, self.cfg), self.cfg.rm_meta_keys
+        trees, keys = with_defaults(self.backend).shares_prefixes, self.cfg.rm_meta_keys
         if isinstance(macro, PreferenceMacroBatch):
             return (PairTreeMiniBatch if trees else PreferenceMiniBatch)(macro, rows, self.cfg, meta_keys=keys)
         return (SampleTreeMiniBatch if trees else SampleMiniBatch)(macro, rows, self.cfg, meta_keys=keys)
@@ -204,27 +203,16 @@ def _metrics(loss: Loss, cfg: RMTrainerConfig) -> PreferenceMetrics:
     )
 
 
-def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
-    if not cfg.rm_pair_aware and loss.normalizer == "pairs":
-        raise ConfigError(
-            f"{loss_name(loss)} compares the two samples of a pair, which must be in the same micro-batch; leave rm_pair_aware on, or "
-            "pass a loss of single samples"
-        )
-
-
 def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
     """Raise ConfigError if the source has already dropped incomplete pairs that, by the config, the
     trainer should train on or report as an error."""
     dropped = as_batch_source(source).pairs_incomplete
     if not dropped or (cfg.rm_require_complete_pairs and cfg.rm_drop_incomplete_pairs):
         return
-    name, argument = (
-        ("rm_drop_incomplete_pairs", "drop_incomplete")
-        if cfg.rm_require_complete_pairs
-        else ("rm_require_complete_pairs", "require_complete")
-    )
+    argument = "drop_incomplete" if cfg.rm_require_complete_pairs else "require_complete"
     raise ConfigError(
-        f"the batch source has dropped {dropped} incomplete pairs, and {name} is off; pass {argument}=False to preference_batches as well"
+        f"the batch source has dropped {dropped} incomplete pairs, and rm_{argument}_pairs is off; pass {argument}=False to "
+        "preference_batches as well"
     )
 
 

@@ -1,27 +1,34 @@
 """Statistics of a step from its samples and rollouts: counts, mean rewards and lengths, and the
-user's reducers.
+user's reducers. docs/metrics.md explains each key.
 
-`loop.micro_stats` combines the statistics that a loss reports for each micro-batch;
-docs/metrics.md explains each key.
+Statistics of parts (micro-batches, ranks) are combined into statistics of the whole. The result
+does not depend on the split. A mean is weighted by what it is a mean over: action tokens for
+`TOKEN_KEYS` if the part has `avg_action_tokens`, pairs for `PAIR_MEAN_KEYS` if it has `num_pairs`,
+else samples. A standard deviation `x_std` next to `x_mean` is over all values: the variance is the
+mean of the parts' variances plus the variance of their means. `gpu_*` is a maximum, counts are
+sums. A key of a composite loss, `term/key`, follows the rule of `key`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ludic import _core
+from ludic.columns import mean_or_zero
 from ludic.errors import ConfigError, DataError
 from ludic.list_fields import stored
-from ludic.training.averages import mean_or_zero
+from ludic.training import ranks
 from ludic.training.loggers.base import Percent
-from ludic.training.loop.micro_stats import Stat, combine_micro_stats, copy_to_host, final_values
-from ludic.training.loss.mismatch import PREFIX
+from ludic.training.loss.mismatch import LARGEST, PREFIX, compute_mismatch, is_mismatch_sum
+from ludic.training.loss.reference_kl import compute_reference, is_reference_sum
 from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)
@@ -86,6 +93,8 @@ RESERVED_KEYS = frozenset(
     }
 )
 """Keys that the trainer itself logs under `train/`. A reducer cannot have one of these names."""
+OWN_PREFIXES = ("perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", PREFIX)
+"""Prefixes of keys that are not logged under `train/`, for the trainer itself."""
 
 
 def check_reducers(reducers: Mapping[str, Reducer]) -> None:
@@ -93,9 +102,7 @@ def check_reducers(reducers: Mapping[str, Reducer]) -> None:
     for name, reducer in reducers.items():
         _check_reducer(name, reducer)
         key = _add_prefix(name)
-        if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(
-            ("perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", PREFIX)
-        ):
+        if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(OWN_PREFIXES):
             raise ConfigError(
                 f"a reducer cannot be named {name!r}: the trainer itself logs {key}; choose another name, such as {f'my_{name}'!r}"
             )
@@ -132,7 +139,7 @@ def _reduce(
     reduce that column. `counts`: the number of samples and the number of rollouts."""
     for name, reducer in reducers.items():
         _check_reducer(name, reducer)
-    plain = {name: reducer for name, reducer in reducers.items() if _is_plain(reducer)}
+    plain = {name: each for name, each in reducers.items() if isinstance(each.source, str) and each.transform is None}
     paths = [(reducer.kind, str(reducer.source), reducer.normalize_by) for reducer in plain.values()]
     reduced = dict(zip(plain, _core.reduce_records(records, paths, *counts), strict=True)) if plain else {}
     for name, reducer in reducers.items():
@@ -142,21 +149,14 @@ def _reduce(
     return {name: Percent(reduced[name]) if reducer.as_percent else reduced[name] for name, reducer in reducers.items()}
 
 
-def _is_plain(reducer: Reducer) -> bool:
-    return isinstance(reducer.source, str) and reducer.transform is None
-
-
 def _read_value(reducer: Reducer, subject: Any, record: Mapping[str, Any]) -> Any:
-    value = _read_path(record, reducer.source) if isinstance(reducer.source, str) else reducer.source(subject)
+    value: Any = record
+    if isinstance(reducer.source, str):
+        for key in reducer.source.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+    else:
+        value = reducer.source(subject)
     return value if value is None or reducer.transform is None else reducer.transform(value)
-
-
-def _read_path(record: Any, path: str) -> Any:
-    for key in path.split("."):
-        if not isinstance(record, Mapping):
-            return None
-        record = record.get(key)
-    return record
 
 
 def _reduce_values(reducer: Reducer, values: list[Any], records: Sequence[Mapping[str, Any]], counts: tuple[int, int]) -> float:
@@ -173,11 +173,6 @@ def _reduce_values(reducer: Reducer, values: list[Any], records: Sequence[Mappin
     return total / denominator if denominator else 0.0
 
 
-def _rollout_key(record: Mapping[str, Any], index: int) -> Hashable:
-    rollout: Hashable = record.get("rollout_id")
-    return ("sample", index) if rollout is None else rollout
-
-
 def aggregate_stats(
     micro_stats_list: Sequence[Mapping[str, Any]],
     saw_batches: Sequence[SAWBatch],
@@ -188,7 +183,7 @@ def aggregate_stats(
     """Combine the statistics of micro-batches and batches into statistics of the step; `{}` without
     micro-batches.
 
-    All tensors are copied to the host in one transfer. `loop.micro_stats` says how each key is
+    All tensors are copied to the host in one transfer. The module's docstring says how each key is
     combined. A key without any measured value is 0, for example `avg_total_reward` if no sample has
     a reward. The reducers are applied to the samples of the batches. Raises DataError if
     `micro_batch_sizes` and `micro_stats_list` differ in length.
@@ -275,22 +270,14 @@ def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rol
                 reduced |= _reduce(items, records, {name: reducer}, counts)
             except Exception:
                 logger.exception("reducer %s failed; it is left out of the statistics of this step", name)
-    return {name: _reducer_stat(reducers[name], value, counts) for name, value in reduced.items()}
-
-
-def _reducer_stat(reducer: Reducer, value: float, counts: tuple[int, int]) -> Stat:
-    """The value with the rule that combines it over ranks: sums and counts that are not normalised
-    are added up; everything else is a mean weighted by its denominator, by default the number of
-    samples."""
-    if reducer.kind != "mean" and reducer.normalize_by is None:
-        return Stat(value, rule="sum")
-    return Stat(value, float(counts[1] if reducer.normalize_by == "rollouts" else counts[0]))
-
-
-def mark_percents(stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> dict[str, float]:
-    """Return `stats` with a `Percent` for each reducer with `as_percent`."""
-    percent_names = {name for name, reducer in reducers.items() if reducer.as_percent}
-    return {key: Percent(value) if key in percent_names else value for key, value in stats.items()}
+    # Over ranks, sums and counts that are not normalised are added up; everything else is a mean
+    # weighted by its denominator, by default the number of samples.
+    stats: dict[str, Stat] = {}
+    for name, value in reduced.items():
+        by = reducers[name].normalize_by
+        is_sum = reducers[name].kind != "mean" and by is None
+        stats[name] = Stat(value, rule="sum") if is_sum else Stat(value, float(counts[1] if by == "rollouts" else counts[0]))
+    return stats
 
 
 def target_rollouts(batch: SAWBatch) -> int:
@@ -305,7 +292,8 @@ def target_rollouts(batch: SAWBatch) -> int:
 def distinct_rollouts(items: Sequence[SAWItem]) -> int:
     """Number of rollouts that the samples come from. A sample without a rollout id counts as a
     rollout of its own. Example: ids a, a, None, None are 3 rollouts."""
-    return len({_rollout_key(item.meta, index) for index, item in enumerate(items)})
+    ids = [item.meta.get("rollout_id") for item in items]
+    return len({("sample", index) if rollout is None else rollout for index, rollout in enumerate(ids)})
 
 
 def _completion_length(item: SAWItem) -> int:
@@ -324,10 +312,157 @@ def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def _add_prefix(key: str) -> str:
-    if key.startswith(("train/", "eval/", "perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", PREFIX)):
+    if key.startswith(("train/", "eval/", *OWN_PREFIXES)):
         return key
     if key.startswith("eval_"):
         return f"eval/{key.removeprefix('eval_')}"
     if key.startswith("gpu_"):
         return f"perf/{key}"
     return f"train/{key.removeprefix('train_')}" if key == "train_step" else f"train/{key}"
+
+
+COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
+PAIR_MEAN_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
+"""Means over the pairs of a micro-batch, if it has `num_pairs`: samples without a partner do not
+count."""
+TOKEN_KEYS = frozenset(
+    {
+        *("ratio_mean", "ratio_std", "kl_actor_policy", "clip_frac", "ratio_clip_frac"),
+        *("grad_weight_mean", "grad_weight_std", "nll_mean", "entropy_mean"),
+    }
+)
+"""Means over the action tokens of a micro-batch, if it has `avg_action_tokens`. A loss on whole
+sequences does not report it, and its means are over samples."""
+
+Rule = Literal["mean", "std", "sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A statistic of some samples, and the rule that combines it with the statistic of other
+    samples.
+
+    >>> combine_stats([Stat(1.0, weight=3.0), Stat(5.0, weight=1.0)])
+    Stat(value=2.0, weight=4.0, rule='mean', mean=0.0)
+    """
+
+    value: float
+    weight: float = 1.0
+    """How many samples, tokens, pairs or rollouts a `mean` or `std` is over; 0: nothing was
+    measured."""
+    rule: Rule = "mean"
+    mean: float = 0.0
+    """The mean of the values that a `std` is over."""
+
+
+def combine_stats(parts: Sequence[Stat]) -> Stat:
+    """The statistic of all samples, from the statistics of one or more parts."""
+    rule = parts[0].rule
+    values = [part.value for part in parts]
+    if rule == "sum":
+        return Stat(math.fsum(values), rule=rule)
+    if rule in ("max", "min"):
+        return Stat(max(values) if rule == "max" else min(values), rule=rule)
+    measured = [part for part in parts if part.weight > 0]
+    weight = math.fsum(part.weight for part in measured)
+    if not weight:
+        return Stat(0.0, 0.0, rule)
+    if rule == "mean":
+        return Stat(math.fsum(part.weight * part.value for part in measured) / weight, weight)
+    mean = math.fsum(part.weight * part.mean for part in measured) / weight
+    variance = math.fsum(part.weight * (part.value**2 + (part.mean - mean) ** 2) for part in measured) / weight
+    return Stat(math.sqrt(variance), weight, "std", mean)
+
+
+def combine_micro_stats(micro_stats: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> dict[str, Stat]:
+    """One statistic per key, of all micro-batches that have it. `sizes`: samples of each."""
+    columns: dict[str, list[Stat]] = {}
+    for stats, size in zip(micro_stats, sizes, strict=True):
+        for key, value in stats.items():
+            columns.setdefault(key, []).append(_make_stat(key, value, stats, float(size)))
+    return {key: combine_stats(parts) for key, parts in columns.items()}
+
+
+def _make_stat(key: str, value: float, stats: Mapping[str, float], size: float) -> Stat:
+    if is_mismatch_sum(key):
+        return Stat(value, rule="max" if key == f"{PREFIX}{LARGEST}" else "sum")
+    if is_reference_sum(key):
+        return Stat(value, rule="sum")
+    if key.startswith("gpu_"):
+        return Stat(value, rule="max")
+    term, slash, name = key.rpartition("/")
+    if name in COUNT_KEYS:
+        return Stat(value, rule="sum")
+    tokens, pairs = stats.get(f"{term}{slash}avg_action_tokens"), stats.get(f"{term}{slash}num_pairs")
+    weight = size
+    if name in PAIR_MEAN_KEYS and pairs is not None:
+        weight = pairs
+    elif name in TOKEN_KEYS and tokens is not None:
+        weight = tokens * size
+    mean = stats.get(f"{key.removesuffix('_std')}_mean") if name.endswith("_std") else None
+    return Stat(value, weight) if mean is None else Stat(value, weight, "std", mean)
+
+
+def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """The dictionaries with Python floats. All tensors are copied to the host in one transfer."""
+    tensors = [value.detach() for each in dictionaries for value in each.values() if isinstance(value, Tensor)]
+    packed: list[float] = []
+    if tensors:
+        device = next((value.device for value in tensors if value.device.type != "cpu"), torch.device("cpu"))
+        packed = torch.stack([value.to(device, torch.float64).reshape(()) for value in tensors]).tolist()
+    host = iter(packed)
+    return [
+        {key: next(host) if isinstance(value, Tensor) else float(value) for key, value in each.items()} for each in dictionaries
+    ]
+
+
+def final_values(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """The measured values; the sums of `loss.mismatch` and `loss.reference_kl` become their
+    statistics."""
+    sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key) or is_reference_sum(key)}
+    plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}
+    return {**plain, **compute_mismatch(sums), **compute_reference(sums)}
+
+
+def reduce_over_ranks(stats: Mapping[str, Stat], device: torch.device | str) -> dict[str, Stat]:
+    """The statistics of all ranks together, as if one rank had all samples. A rank may lack
+    keys."""
+    if not ranks.is_distributed():
+        return dict(stats)
+    names = ranks.union_over_ranks([f"{stat.rule} {key}" for key, stat in stats.items()], device)
+    keys: list[tuple[Any, str]] = [(rule, key) for rule, _, key in (name.partition(" ") for name in names)]
+    sums = iter(ranks.sum_over_ranks(list(_moments(keys, stats)), device))
+    signs = {"max": 1.0, "min": -1.0}
+    extremes = [signs[rule] * stats[key].value if key in stats else -math.inf for rule, key in keys if rule in signs]
+    largest = iter(ranks.max_over_ranks(extremes, device))
+    reduced: dict[str, Stat] = {}
+    for rule, key in keys:
+        if rule in signs:
+            reduced[key] = Stat(signs[rule] * next(largest), rule=rule)
+        else:
+            reduced[key] = _stat_from_moments(rule, next(sums), next(sums), next(sums))
+    return reduced
+
+
+def _moments(keys: Iterable[tuple[Rule, str]], stats: Mapping[str, Stat]) -> Iterable[float]:
+    """For each summed key: weight, weighted sum of values, weighted sum of squares."""
+    for rule, key in keys:
+        if rule in ("max", "min"):
+            continue
+        stat = stats.get(key)
+        if stat is None or not stat.weight:
+            yield from (0.0, 0.0, 0.0)
+        elif rule == "std":
+            yield from (stat.weight, stat.weight * stat.mean, stat.weight * (stat.value**2 + stat.mean**2))
+        else:
+            weight = 1.0 if rule == "sum" else stat.weight
+            yield from (weight, weight * stat.value, 0.0)
+
+
+def _stat_from_moments(rule: Rule, weight: float, first: float, second: float) -> Stat:
+    if rule == "sum" or not weight:
+        return Stat(first, 1.0 if rule == "sum" else 0.0, rule)
+    mean = first / weight
+    if rule == "mean":
+        return Stat(mean, weight)
+    return Stat(math.sqrt(max(0.0, second / weight - mean**2)), weight, "std", mean)

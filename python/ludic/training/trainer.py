@@ -26,33 +26,30 @@ from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import ParamFilter
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.prefix_sharing import shares_prefixes
 from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.source import BATCH_NUMBER, PENDING_PATIENCE_S
 from ludic.training.batching.tree_batches import TreeMiniBatch
-from ludic.training.callbacks.protocol import Callback
+from ludic.training.callbacks.base import Callback, Callbacks
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers.protocol import Controller
 from ludic.training.evaluators.protocol import Evaluator, eval_key, runs_on_all_ranks
-from ludic.training.loggers.base import SyncedLogger, TrainingLogger
-from ludic.training.loop.callbacks import Callbacks
+from ludic.training.loggers.base import TrainingLogger, sync_log
 from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import BestWeights, EarlyStopping
 from ludic.training.loop.fetching import BatchFetcher
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
+from ludic.training.loop.staleness import drop_stale
 from ludic.training.loop.state import SOURCE, TrainerState, add_ranks, restore_of_this_rank
-from ludic.training.loop.step_record import StepRecord
-from ludic.training.loop.timings import PhaseTimer, RankTimes, TimeLeft
-from ludic.training.loop.token_log import TokenLog
+from ludic.training.loop.step_record import PhaseTimer, RankTimes, StepRecord, TimeLeft, TokenLog
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.layouts import with_right_layout
-from ludic.training.preparation import Prepared, prepare, select_comparable, skips_zero_weight
+from ludic.training.preparation import Prepared, prepare, skips_zero_weight
 from ludic.training.reference import decide_trees, resolve_reference
 from ludic.training.rng import preserved_rng, rng_state
 from ludic.training.stats import Reducer, default_reducers, prefix_keys
@@ -125,7 +122,16 @@ class Trainer(TrainerState):
             raise ConfigError("should_stop may differ between ranks; pass it to SharedBatches(stop=...), which asks all of them")
         self._model = model if lora_config is None else apply_lora(require_model(model), lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
-        self.backend = self._make_backend(enable_gradient_checkpointing) if backend is None else backend
+        if backend is None:
+            backend = TorchBackend(
+                self.model,
+                self.cfg,
+                algo=algo,
+                optimizer_factory=self.initialize_optimizer,
+                enable_gradient_checkpointing=enable_gradient_checkpointing,
+            )
+            self.cfg = with_right_layout(self.cfg, self.model)  # another backend decides itself
+        self.backend = backend
         self._fetcher = BatchFetcher(self, self._ingest)
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
@@ -149,17 +155,6 @@ class Trainer(TrainerState):
         if resume_from is not None:
             self._resume(resume_from)
         decide_trees(self.backend, self.reference, self.cfg)
-
-    def _make_backend(self, gradient_checkpointing: bool) -> TrainingBackend:
-        backend = TorchBackend(
-            self.model,
-            self.cfg,
-            algo=self.algo,
-            optimizer_factory=self.initialize_optimizer,
-            enable_gradient_checkpointing=gradient_checkpointing,
-        )
-        self.cfg = with_right_layout(self.cfg, self.model)  # another backend decides itself
-        return backend
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer for the model on its device. A subclass can override this."""
@@ -216,14 +211,17 @@ class Trainer(TrainerState):
             await self.ensure_checkpoint()
             self.restore_best()
             return True
-        return await self.callbacks.end_if_stopped()
+        if self.callbacks.stop is None:
+            return False
+        await self.ensure_checkpoint()
+        return True
 
     async def _record_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Record the evaluation of the present step, in its checkpoint too, and keep the weights if
         they are the best so far. The weights before the first step are never kept. Callbacks see
         it, and may have a checkpoint saved."""
         step = self._step
-        await self.callbacks.on_evaluation(metrics)
+        await self.callbacks.notify("on_evaluation", stats={eval_key(name): value for name, value in metrics.items()})
         if step > 0 and self.early_stopping.record_evaluation(metrics, step, self.cfg.model_device):
             self.best_weights.keep(step)
         self.evaluated_step = step
@@ -298,8 +296,11 @@ class Trainer(TrainerState):
 
         # 6. Log the step, then save: no step may be in a checkpoint and not in the log.
         stats = self._log_step(record, prepared)
-        await self.callbacks.on_step(stats, batch)
-        await self._checkpoint()
+        await self.callbacks.notify("on_step", stats=stats, batch=batch)
+        if self.checkpointer is not None and (self.callbacks.take_save_request() | self.checkpointer.should_save(self._step)):
+            started = time.perf_counter()
+            await self._save_with_pending(PENDING_PATIENCE_S)
+            self._checkpoint_s = time.perf_counter() - started  # the log line of the next step has them
         return stats
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
@@ -310,7 +311,7 @@ class Trainer(TrainerState):
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         """The samples at `rows`, split into micro-batches, which are collated one by one."""
         gathers = bool(adapted_loss(self.algo).gathers)
-        kind = TreeMiniBatch if shares_prefixes(self.backend, self.cfg) else MiniBatch
+        kind = TreeMiniBatch if with_defaults(self.backend).shares_prefixes else MiniBatch
         return kind(macro, rows, self.cfg, skip_zero_weight=skips_zero_weight(self), with_positions=gathers)
 
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
@@ -329,8 +330,9 @@ class Trainer(TrainerState):
         check, self.preflight = self.preflight, None
         if check is None:
             return
-        items = select_comparable(self.algo, macro.items)
-        current = [item for item in items if (version := item.meta.get("policy_version")) is None or version >= self._step]
+        rescores = self.algo.rescores  # samples of another prompt than they are trained under are left out
+        items = [item for item in macro.items if rescores is None or not rescores(item)]
+        current = drop_stale(items, self._step, max_lag=0)
         lacks = float(bool(items) and not current)
         if ranks.max_over_ranks([lacks], self.cfg.model_device)[0]:
             logger.info("the first samples were drawn with older weights; the trainer is not compared with the sampler")
@@ -367,13 +369,6 @@ class Trainer(TrainerState):
                     if ranks.rank() == 0:
                         await push(publisher.publish, weights)
         self._publish_before_step = False
-
-    async def _checkpoint(self) -> None:
-        """Save if a checkpoint is due. The log line of the next step has the seconds."""
-        if self.checkpointer is not None and (self.callbacks.take_save_request() | self.checkpointer.should_save(self._step)):
-            started = time.perf_counter()
-            await self._save_with_pending(PENDING_PATIENCE_S)
-            self._checkpoint_s = time.perf_counter() - started
 
     async def ensure_checkpoint(self, *, patience_s: float = PENDING_PATIENCE_S) -> None:
         """Save a checkpoint of the current step, unless there is one or no checkpointer. Waits up
@@ -465,7 +460,8 @@ class Trainer(TrainerState):
         if not is_logged and not is_controlled:
             return {"train/step": float(step)}
         stats = record.stats(self.reducers, self.cfg, of_all_ranks=is_controlled)
-        stats |= self.control.update(stats, prepared, self.schedule, device, step=step - 1)
+        if is_controlled:
+            stats |= self.control.update(stats, prepared, self.schedule, device, step=step - 1)
         if not is_logged:
             return {"train/step": float(step)}
         times = self._rank_times.compare(record.timer.seconds("forward_backward"), device)
@@ -487,10 +483,9 @@ class Trainer(TrainerState):
     def _sync_log(self) -> None:
         """Write what was logged to disk. Called before a checkpoint is written, so that no step is
         in a checkpoint and not in the log."""
-        log: object = self.train_logger
-        if isinstance(log, SyncedLogger) and ranks.rank() == 0:
+        if ranks.rank() == 0:
             try:
-                log.sync()
+                sync_log(self.train_logger)
             except Exception:
                 logger.exception("the logger could not be synced at step %d; training goes on", self._step)
 

@@ -312,20 +312,6 @@ class BatchCredit(Protocol):
         ...
 
 
-class HasTensors(Protocol):
-    """A micro-batch, as far as a reference reads it."""
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """The collated tensors; see `batching.micro_batching.MicroBatch`."""
-        ...
-
-    @property
-    def sample_names(self) -> tuple[str, ...]:
-        """`rollout_id/step_index` of each sample, for error messages."""
-        ...
-
-
 class ReferencePolicy(Protocol):
     """A policy that does not change while the model is trained; `training.reference` has some."""
 
@@ -335,9 +321,10 @@ class ReferencePolicy(Protocol):
         is made. A reference of yours without this member gets rows of their own."""
         return False
 
-    def logps(self, micro_batch: HasTensors) -> Tensor | Awaitable[Tensor]:
-        """[B, T - 1] log-probability of each next token, without gradient; only action tokens are
-        read. With several ranks, all call it equally often."""
+    def logps(self, micro_batch: Any) -> Tensor | Awaitable[Tensor]:
+        """Of a `batching.micro_batching.MicroBatch`: [B, T - 1] log-probability of each next token,
+        without gradient; only action tokens are read. With several ranks, all call it equally
+        often."""
         ...
 
 

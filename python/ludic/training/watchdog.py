@@ -131,16 +131,13 @@ class Watchdog:
                 self._stop_process(
                     f"the phase {phase.name} has taken {now - phase.since:.0f} s; its deadline is {phase.deadline_s:g} s"
                 )
-            self._watch_others(now)
-
-    def _watch_others(self, now: float) -> None:
-        failure = self._find_failure()
-        if failure is None:
-            return
-        self._failed_since = now if self._failed_since is None else self._failed_since
-        if now - self._failed_since > GRACE_S:
-            text, code = failure
-            self._stop_process(f"{text}. This process did not end within {GRACE_S:g} s", code)
+            failure = self._find_failure()
+            if failure is None:
+                continue
+            self._failed_since = now if self._failed_since is None else self._failed_since
+            if now - self._failed_since > GRACE_S:
+                text, code = failure
+                self._stop_process(f"{text}. This process did not end within {GRACE_S:g} s", code)
 
     def _arm(self, phase: _Phase | None, now: float) -> None:
         """Have a thread of the C library end the process later, which needs no interpreter: one

@@ -17,8 +17,7 @@ from ludic.training.backend.forward import ModelPasses, forward_action_logprobs
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.evaluators.heldout_loss import HeldOutLoss
-from ludic.training.evaluators.preferences import PreferenceEvaluator
+from ludic.training.evaluators.held_out import HeldOutLoss, PreferenceEvaluator
 from ludic.training.loss import CompositeLoss, LossTerm, SharedContext, TokenClippedSurrogateLoss
 from ludic.training.loss.correction import TruncatedImportanceSampling
 from ludic.training.loss.reference_kl import ReferenceKLLoss

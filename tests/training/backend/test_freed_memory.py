@@ -7,8 +7,8 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.training.backend import freed_memory
-from ludic.training.backend.freed_memory import FreedMemory, find_allocator_function
+from ludic.training.backend import memory
+from ludic.training.backend.memory import FreedMemory, find_allocator_function
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 
@@ -16,7 +16,7 @@ HOLES = """
 import psutil
 import torch
 from ludic.runs.process_memory import settle_memory
-from ludic.training.backend.freed_memory import FreedMemory
+from ludic.training.backend.memory import FreedMemory
 resident = lambda: psutil.Process().memory_info().rss
 with settle_memory():
     before = resident()
@@ -61,7 +61,7 @@ def test_it_is_done_once_in_a_while(waits, every_s):
         return 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(freed_memory, "find_allocator_function", lambda name: trim)
+        patch.setattr(memory, "find_allocator_function", lambda name: trim)
         freed = FreedMemory(every_s=every_s, clock=lambda: now[0])
     expected, last = [], None
     for wait in waits:

@@ -17,14 +17,13 @@ from training_samples import ListSource, assert_same_tensors, cpu_config, dialog
 from ludic.errors import ConfigError
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.training import RLAlgorithm, RMTrainerConfig, Trainer, make_grpo
-from ludic.training.backend import logits_path
-from ludic.training.backend.logits_path import CHUNKED_FROM, can_skip_logits
+from ludic.training.backend import forward
+from ludic.training.backend.forward import CHUNKED_FROM, can_skip_logits
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.evaluators.heldout_loss import HeldOutLoss
-from ludic.training.evaluators.preferences import PreferenceEvaluator
+from ludic.training.evaluators.held_out import HeldOutLoss, PreferenceEvaluator
 from ludic.training.loss import (
     BradleyTerryLoss,
     CompositeLoss,
@@ -42,7 +41,7 @@ WITH_ENTROPY = CompositeLoss([LossTerm("pg", TokenClippedSurrogateLoss()), LossT
 @pytest.fixture(autouse=True)
 def small_tiles_and_no_earlier_warnings(monkeypatch):
     monkeypatch.setattr(token_scores, "TILE_ELEMENTS", 1)
-    monkeypatch.setattr(logits_path, "_said", set())
+    forward._warn.cache_clear()
 
 
 @cache

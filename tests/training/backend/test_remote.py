@@ -12,7 +12,7 @@ from training_samples import DrawingSource, ListSource, assert_same_tensors, cpu
 from ludic.errors import ConfigError
 from ludic.training import CheckpointConfig, RMTrainer, TorchBackend, Trainer, TrainFuture, make_bradley_terry, make_grpo
 from ludic.training.backend import BackendBase
-from ludic.training.evaluators.heldout_loss import HeldOutLoss
+from ludic.training.evaluators.held_out import HeldOutLoss
 
 ALGO = make_grpo(group_size=4)
 

@@ -22,7 +22,7 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import PreferenceMacroBatch
 from ludic.training.batching.rank_plans import RankShare
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.evaluators.heldout_loss import HeldOutLoss
+from ludic.training.evaluators.held_out import HeldOutLoss
 from ludic.training.loss import (
     ClippedSurrogateLoss,
     CompositeLoss,

@@ -9,7 +9,7 @@ from training_samples import DrawingSource, assert_same_tensors, cpu_config, tin
 
 from ludic.errors import ConfigError
 from ludic.training import CheckpointConfig, KeepBest, StopOnMetric, Trainer, make_grpo
-from ludic.training.callbacks.stop_on_metric import Metric
+from ludic.training.callbacks.by_metric import Metric
 
 LOSSES = {2: 1.0, 4: 0.5, 6: 0.7, 8: 0.6, 10: 0.55, 12: 0.1}
 """By step. The third evaluation in a row that is not better, at step 10, is the last."""

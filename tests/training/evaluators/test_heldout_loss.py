@@ -10,7 +10,7 @@ from training_samples import cpu_config, sorting_item, tiny_model
 from ludic.errors import ConfigError
 from ludic.training import SAWItem, Trainer, make_sft, ranks
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.evaluators.heldout_loss import HeldOutLoss
+from ludic.training.evaluators.held_out import HeldOutLoss
 
 
 def items_of(count):

@@ -1,7 +1,7 @@
 """Metrics under a second name."""
 
 from ludic.training.loggers import AliasLogger
-from ludic.training.loggers.alias import DOCUMENT_NAMES
+from ludic.training.loggers.local import DOCUMENT_NAMES
 from ludic.training.loss.reference_kl import BUCKET_NAMES
 
 

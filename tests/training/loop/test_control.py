@@ -1,8 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
+from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.training import Trainer, make_reinforce
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.coefficients import Coefficient
@@ -108,6 +111,8 @@ def test_controllers_that_do_not_fit_are_refused():
 
 def test_without_controllers_nothing_is_logged_or_saved():
     control = Control([], algorithm({"tau": Coefficient(0.3)}))
-    assert update(control) == {}
     assert control.files(3) == {}
     assert control.state_dict() == {}
+    algo = replace(make_reinforce(), coefficients={"tau": Coefficient(0.3)})
+    trainer = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource(sorting_items(4)), cfg=cpu_config())
+    assert not {"train/tau", "train/delta_tau"} & trainer.train_step_sync().keys()

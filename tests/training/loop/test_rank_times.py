@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from ludic.training.loop import timings
-from ludic.training.loop.timings import RankTimes, describe_wait, find_slow
+from ludic.training.loop import step_record
+from ludic.training.loop.step_record import RankTimes, describe_wait, find_slow
 
 
 def test_the_wait_is_the_mean_over_ranks():
@@ -24,10 +24,10 @@ def test_one_process_waits_for_nobody():
 
 
 def test_a_rank_that_is_slow_five_times_in_a_row_names_itself_once(monkeypatch, caplog):
-    monkeypatch.setattr(timings.ranks, "is_distributed", lambda: True)
-    monkeypatch.setattr(timings.ranks, "world_size", lambda: 3)
-    monkeypatch.setattr(timings.ranks, "rank", lambda: 2)
-    monkeypatch.setattr(timings.ranks, "sum_over_ranks", lambda own, device: [1.0, 1.0, own[2]])
+    monkeypatch.setattr(step_record.ranks, "is_distributed", lambda: True)
+    monkeypatch.setattr(step_record.ranks, "world_size", lambda: 3)
+    monkeypatch.setattr(step_record.ranks, "rank", lambda: 2)
+    monkeypatch.setattr(step_record.ranks, "sum_over_ranks", lambda own, device: [1.0, 1.0, own[2]])
     times = RankTimes()
     with caplog.at_level(logging.ERROR):
         for seconds in [2.0, 2.0, 1.0, *[4.0] * 4]:

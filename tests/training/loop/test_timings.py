@@ -2,7 +2,7 @@
 
 import pytest
 
-from ludic.training.loop.timings import PhaseTimer, TimeLeft
+from ludic.training.loop.step_record import PhaseTimer, TimeLeft
 
 
 def test_a_timer_adds_to_the_given_totals_and_counts_a_failing_phase() -> None:

@@ -20,7 +20,7 @@ from training_samples import (
 
 from ludic.training import CheckpointConfig, Trainer, make_cispo
 from ludic.training.batching.source import BATCH_NUMBER
-from ludic.training.loop.token_log import DIGITS, TokenLog
+from ludic.training.loop.step_record import DIGITS, TokenLog
 
 
 def train(items, log, *, steps=1, **changes):

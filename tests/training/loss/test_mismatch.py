@@ -20,8 +20,8 @@ from ludic.training.loss import EntropyBonus, TruncatedImportanceSampling
 from ludic.training.loss.context import SharedContext, collate_actions, split_actions
 from ludic.training.loss.logprobs import compute_token_entropy, compute_token_logp
 from ludic.training.loss.mismatch import compute_mismatch, sum_mismatch
+from ludic.training.preparation import add_token_column
 from ludic.training.stats import aggregate_stats
-from ludic.training.token_columns import add_token_column
 
 
 def trainer_of(items, *, model=None, algo=None, config=None):

@@ -16,7 +16,7 @@ FACTS = {
     "prompt": "{user}",
     "expected": "<|user|>",
 }
-CAUSES = {name: cause for name, cause in vars(causes).items() if isinstance(cause, causes.KnownCause)}
+CAUSES = {name: cause for name, cause in vars(causes).items() if isinstance(cause, causes.Cause)}
 
 
 @pytest.mark.parametrize("name", CAUSES)

@@ -15,8 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.files.jsonl import parse_object, truncate_log
 from ludic.training.loggers.base import TrainingLogger
-from ludic.training.loggers.jsonl import JSONLLogger as JSONLines
-from ludic.training.loggers.wandb import WandbLogger as WandbRun
+from ludic.training.loggers.local import JSONLLogger as JSONLines
+from ludic.training.loggers.trackers import WandbLogger as WandbRun
 
 logger = logging.getLogger(__name__)
 

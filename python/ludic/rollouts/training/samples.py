@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ludic.columns import mean_or_zero
 from ludic.errors import DataError, shorten_names
 from ludic.rollouts.training.types import Sample, SampleStatus
-from ludic.training.averages import mean_or_zero
 from ludic.training.rollouts.episodes import is_reward
 from ludic.training.rollouts.to_samples import check_weight, reward_facts
 from ludic.training.types import ActorTokenLogps, CreditAssigner, SampleAttachments, SAWBatch, SAWItem

@@ -49,17 +49,12 @@ class MasterWeights:
         self.optimizer = optimizer
         self._masters: dict[Tensor, Tensor] = {}
         """Parameter -> master."""
-        if enabled:
-            for group in optimizer.param_groups:
-                group["params"][:] = [self._make_master(parameter) for parameter in group["params"]]
+        for group in optimizer.param_groups if enabled else []:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.dtype in HALF_PRECISION:
+                    self._masters[parameter] = group["params"][index] = nn.Parameter(parameter.detach().float())
         optimizer.register_state_dict_post_hook(self._add_masters)
         optimizer.register_load_state_dict_pre_hook(self._load_masters)
-
-    def _make_master(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype not in HALF_PRECISION:
-            return parameter
-        self._masters[parameter] = nn.Parameter(parameter.detach().float())
-        return self._masters[parameter]
 
     def stepped_tensor(self, parameter: Tensor) -> Tensor:
         """The tensor that the optimizer steps for `parameter`: its master, or `parameter`."""

@@ -45,29 +45,20 @@ def replace_folder_on_ranks(target: Path, write: Callable[[Path | None], None], 
     if shared:
         with replace_folder_together(target, write) as written:
             yield written
-    else:
-        with replace_folder_on_rank_0(target, write) as folder:
-            yield None if folder is None else (folder, {})
-
-
-@contextmanager
-def replace_folder_on_rank_0(target: Path, write: Callable[[Path | None], None]) -> Iterator[Path | None]:
-    """Call `write` on all ranks, which takes part in collectives, and yield the folder it wrote to;
-    the folder becomes `target` at the end. Ranks other than 0 write nothing, and get None."""
-    if ranks.rank() != 0:
-        write(None)
+    elif ranks.rank() != 0:
+        write(None)  # takes part in collectives
         yield None
-        return
-    has_written = False
-    try:
-        with replace_folder(target) as aside:
-            has_written = True
-            write(aside)
-            yield aside
-    except OSError:
-        if not has_written:
-            write(None)
-        raise
+    else:
+        has_written = False
+        try:
+            with replace_folder(target) as aside:
+                has_written = True
+                write(aside)
+                yield aside, {}
+        except OSError:
+            if not has_written:
+                write(None)
+            raise
 
 
 @contextmanager
@@ -83,23 +74,15 @@ def replace_folder_together(target: Path, write: Callable[[Path], None]) -> Iter
             folder = stack.enter_context(replace_folder(target)) if ranks.rank() == 0 else unfinished_path(target)
         # Not in the next agreement: `write` has others inside, which a rank that raised would miss.
         with ranks.agree(f"looking for {folder.name}"):
-            _check_is_visible(folder)
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"rank {ranks.rank()} does not see {folder}, which rank 0 made; save checkpoints of a sharded model on a file system "
+                    "that all ranks see"
+                )
         with ranks.agree(f"writing {target.name}"):
             write(folder)
-            own = {path.name: describe_file(path) for path in _list_own_files(folder)}
+            named_after_this_rank = sorted(folder.glob(f"*-{ranks.rank() + 1:05d}-of-*.safetensors"))
+            own = {path.name: describe_file(path) for path in named_after_this_rank}
         everywhere = ranks.gather_json(own)
         described = {name: entry for each in everywhere for name, entry in each.items()}
         yield (folder, described) if ranks.rank() == 0 else None
-
-
-def _check_is_visible(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"rank {ranks.rank()} does not see {folder}, which rank 0 made; save checkpoints of a sharded model on a file system that "
-            "all ranks see"
-        )
-
-
-def _list_own_files(folder: Path) -> list[Path]:
-    """The files that are named after this rank, such as `model-00001-of-00002.safetensors`."""
-    return sorted(folder.glob(f"*-{ranks.rank() + 1:05d}-of-*.safetensors"))

@@ -94,7 +94,13 @@ class SerialWorker:
         self, future: TrainFuture[T], compute: Callable[[], T], harmless: type[Exception] | tuple[type[Exception], ...]
     ) -> None:
         if self._failure is not None:
-            future.set_exception(_stopped(future.operation, *self._failure))
+            failed, cause = self._failure
+            stopped = BackendStoppedError(
+                f"{future.operation} did not run, because {failed} failed before it ({type(cause).__name__}: {cause}); call reset() on the "
+                "backend, which drops the gradient, to go on from the weights of the last optimizer step, or load a checkpoint after that"
+            )
+            stopped.__cause__ = cause
+            future.set_exception(stopped)
             return
         try:
             result = compute()
@@ -104,12 +110,3 @@ class SerialWorker:
             future.set_exception(error)
         else:
             future.set_result(result)
-
-
-def _stopped(operation: str, failed: str, cause: BaseException) -> BackendStoppedError:
-    error = BackendStoppedError(
-        f"{operation} did not run, because {failed} failed before it ({type(cause).__name__}: {cause}); call reset() on the backend, "
-        "which drops the gradient, to go on from the weights of the last optimizer step, or load a checkpoint after that"
-    )
-    error.__cause__ = cause
-    return error

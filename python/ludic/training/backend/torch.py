@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
 from ludic.models.adapters import check_frozen
-from ludic.models.heads import find_head_parts, is_in_module
+from ludic.models.heads import find_head_parts, is_classifier, is_in_module
 from ludic.models.names import HEAD_NAMES
+from ludic.models.packed_attention import unwrap_transformer
 from ludic.models.positions import pin_rope
 from ludic.models.published import ParamFilter, published_weights, shared_weights, unwrap_model
 from ludic.models.regions import split_in_buckets
@@ -39,13 +41,10 @@ from ludic.models.sharding import (
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
-from ludic.training.backend.forward import ModelPasses
-from ludic.training.backend.freed_memory import FreedMemory
+from ludic.training.backend.forward import ModelPasses, trains_without_logits
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.logits_path import trains_without_logits
-from ludic.training.backend.memory import MemoryProfile
+from ludic.training.backend.memory import FreedMemory, MemoryProfile
 from ludic.training.backend.precision import MasterWeights, autocast, check_precision
-from ludic.training.backend.prefix_sharing import can_train_on_trees
 from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
@@ -53,7 +52,8 @@ from ludic.training.backend.weight_stream import WeightStream
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
-from ludic.training.loss.base import adapted_loss, with_reported_loss
+from ludic.training.loss.base import adapted_loss, loss_name, with_reported_loss
+from ludic.training.preflight.layouts import explain_rows
 from ludic.training.rng import preserved_rng
 
 T = TypeVar("T")
@@ -120,8 +120,20 @@ class TorchBackend(ModelPasses, BackendBase):
 
     @property
     def shares_prefixes(self) -> bool:
-        """It follows the loss, which may be replaced between steps."""
-        return can_train_on_trees(self.model, self.algo, self.cfg) and self.computes_trees
+        """It follows the loss, which may be replaced between steps. If the loss does not allow rows
+        of prefix trees, one line says why."""
+        if self.cfg.prefix_sharing == "off":
+            return False
+        loss, reason = adapted_loss(self.algo), None
+        if type(self.algo).compute_loss is not RLAlgorithm.compute_loss:
+            reason = f"{self.algo.name} has its own compute_loss"
+        elif is_classifier(unwrap_transformer(self.model)):
+            reason = None if loss.reads_scores_only else f"{loss_name(loss)} does not say that it reads_scores_only"
+        elif not (loss.reads_shared_only and loss.reads_actions_only):
+            reason = f"{loss_name(loss)} reads logits, or log-probabilities of tokens that are no actions"
+        if reason is not None:
+            explain_rows(reason, self.model, self.cfg)
+        return reason is None and self.computes_trees
 
     @property
     def has_worker(self) -> bool:
@@ -133,7 +145,7 @@ class TorchBackend(ModelPasses, BackendBase):
 
     def _run(self, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
         if self._worker is None:
-            return super()._run(operation, compute)
+            return TrainFuture.of(operation, compute)
         # After a NonFiniteError of optim_step the gradient is cleared: the next step starts anew.
         return self._worker.submit(operation, compute, harmless=NonFiniteError if operation == "optim_step" else ())
 
@@ -191,7 +203,9 @@ class TorchBackend(ModelPasses, BackendBase):
                     logits = logits / temperature  # the policy's; `token_scores`, if there are any, have it already
                 parts = loss.first_pass(logits, tensors)
                 for name in loss.gathers:
-                    _place_rows(rows, name, parts.pop(name), tensors["position"], int(totals.num_samples))
+                    values = parts.pop(name)  # [[a], [b]] at the positions [2, 0] of 3 are [[b], [0], [a]]
+                    whole = rows.setdefault(name, values.new_zeros(int(totals.num_samples), *values.shape[1:]))
+                    whole.index_add_(0, tensors["position"], values)
                 sums = {name: sums.get(name, 0.0) + value for name, value in parts.items()}
         everywhere = ranks.sum_over_ranks([float(value) for value in sums.values()], self.cfg.model_device)
         measured = {name: value.new_tensor(total) for (name, value), total in zip(sums.items(), everywhere, strict=True)}
@@ -202,23 +216,20 @@ class TorchBackend(ModelPasses, BackendBase):
 
     def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
         """Add the gradient of one micro-batch. Returns its loss and its statistics."""
+        # Empty at temperature 1 with logits, for algorithms without such arguments.
+        policy: dict[str, Any] = {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
+        if self._chunked_logits:
+            policy["chunked_logits"] = True
         profile = MemoryProfile.start(self.cfg)
         with autocast(self.cfg):
             loss, stats = self.algo.compute_loss(
-                self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals, **self._policy
+                self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals, **policy
             )
         if type(self.algo).compute_loss is not RLAlgorithm.compute_loss:
             stats = with_reported_loss(loss, stats)
         profile.after_forward()
         (loss * self._gradient_scale).backward()
         return loss.detach().float(), {**stats, **profile.after_backward()}
-
-    @property
-    def _policy(self) -> dict[str, Any]:
-        """The arguments of `compute_loss` about the policy. Empty at temperature 1 with logits, for
-        algorithms without such arguments."""
-        shaped = {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
-        return {**shaped, "chunked_logits": True} if self._chunked_logits else shaped
 
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """A context in which ranks exchange gradients only for the last micro-batch."""
@@ -235,7 +246,12 @@ class TorchBackend(ModelPasses, BackendBase):
         pending, self._pending = self._pending, []
         loss, self._loss = self._loss, None
         self._masters.move_gradients()
-        norm = self._clip_gradient()
+        stepped = [self._masters.stepped_tensor(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
+        if ranks.is_distributed() and not self._averages:
+            sum_gradients(stepped)
+        limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
+        clipped = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
+        norm = float(gather_tensor(clipped))  # of all ranks, before clipping; waits for the device
         self._check_finite(norm, loss, pending)
         if lr_factor is not None:
             for group in self.optimizer.param_groups:
@@ -246,15 +262,6 @@ class TorchBackend(ModelPasses, BackendBase):
         self._clear_gradients()
         self._freed.return_to_system()  # activations and gradients, around the optimizer's state
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
-
-    def _clip_gradient(self) -> float:
-        """Clip the gradient of all ranks. Returns its L2 norm before. Waits for the device."""
-        stepped = [self._masters.stepped_tensor(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
-        if ranks.is_distributed() and not self._averages:
-            sum_gradients(stepped)
-        limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
-        norm = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
-        return float(gather_tensor(norm))
 
     def gradient_norm(self) -> float:
         """L2 norm of the gradient that this rank has accumulated; of a sharded model, of all ranks.
@@ -286,10 +293,8 @@ class TorchBackend(ModelPasses, BackendBase):
         return describe_nonfinite(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
-        return self._run("export_weights", lambda: self._export(param_filter))
-
-    def _export(self, param_filter: ParamFilter | None) -> dict[str, Tensor]:
-        return published_weights(self.model, param_filter=param_filter, device=self.cfg.runtime_device)
+        device = self.cfg.runtime_device
+        return self._run("export_weights", lambda: published_weights(self.model, param_filter=param_filter, device=device))
 
     def stream_weights(self, *, param_filter: ParamFilter | None = None) -> WeightStream:
         return WeightStream(shared_weights(self.model, param_filter=param_filter), self.cfg.runtime_device)
@@ -314,32 +319,22 @@ class TorchBackend(ModelPasses, BackendBase):
             read_optimizer_if_stored(self.optimizer, self.model, folder)
 
     def snapshot_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        return self._run("snapshot_weights", self._snapshot)
+        def copy() -> dict[str, Tensor]:
+            reshard(self.model)
+            trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+            return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
 
-    def _snapshot(self) -> dict[str, Tensor]:
-        reshard(self.model)
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
+        return self._run("snapshot_weights", copy)
 
     def restore_weights(self, snapshot: Mapping[str, Tensor]) -> TrainFuture[None]:
-        return self._run("restore_weights", lambda: self._restore(snapshot))
+        @torch.no_grad()
+        def restore() -> None:
+            reshard(self.model)
+            parameters = dict(self.model.named_parameters())
+            for name, value in snapshot.items():
+                parameters[name].copy_(value)
 
-    @torch.no_grad()
-    def _restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        reshard(self.model)
-        parameters = dict(self.model.named_parameters())
-        for name, value in snapshot.items():
-            parameters[name].copy_(value)
-
-
-def _place_rows(rows: dict[str, Tensor], name: str, values: Tensor, position: Tensor, count: int) -> None:
-    """Add [B, ...] values to `rows[name]` [count, ...] at their positions.
-
-    Example: values [[a], [b]] at the positions [2, 0] of 3 are [[b], [0], [a]].
-    """
-    if name not in rows:
-        rows[name] = values.new_zeros(count, *values.shape[1:])
-    rows[name].index_add_(0, position, values)
+        return self._run("restore_weights", restore)
 
 
 BUCKET_BYTES = 64 << 20
@@ -360,17 +355,14 @@ def sum_gradients(parameters: Iterable[Tensor]) -> None:
     for gradients in groups.values():
         sizes = {str(number): gradient.nbytes for number, gradient in enumerate(gradients)}
         for bucket in split_in_buckets(sizes, BUCKET_BYTES):
-            _sum_together([gradients[int(number)] for number in bucket])
-
-
-def _sum_together(gradients: list[Tensor]) -> None:
-    if len(gradients) == 1:
-        dist.all_reduce(gradients[0])
-        return
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat)
-    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
+            together = [gradients[int(number)] for number in bucket]
+            if len(together) == 1:
+                dist.all_reduce(together[0])
+                continue
+            flat = torch.cat([gradient.reshape(-1) for gradient in together])
+            dist.all_reduce(flat)
+            for gradient, summed in zip(together, flat.split([each.numel() for each in together]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
 
 MAX_NAMED = 16
@@ -381,12 +373,9 @@ def describe_nonfinite(model: nn.Module, micro_batches: Iterable[MicroBatch], ba
     loss. Clears all gradients."""
     if not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
         return "weights were not finite before this step; resume from an earlier checkpoint"
-    names = []
-    for name in _find_offenders(model, micro_batches, backward):
-        names.append(name)
-        if len(names) == MAX_NAMED:
-            names.append("and possibly more")
-            break
+    names = list(islice(_find_offenders(model, micro_batches, backward), MAX_NAMED))
+    if len(names) == MAX_NAMED:
+        names.append("and possibly more")
     if not names:
         return "every sample alone gives finite values, but their sum overflows; lower lr or max_grad_norm"
     return f"offending samples (rollout/step): {', '.join(names)}"
@@ -431,7 +420,12 @@ def parameter_groups(
 
     Parameters with the same settings share a group. With the defaults there is one group.
     """
-    heads = _require_head(model) if backbone_lr_mult is not None or head_only_weight_decay else []
+    heads = find_head_parts(model) if backbone_lr_mult is not None or head_only_weight_decay else []
+    if not heads and (backbone_lr_mult is not None or head_only_weight_decay):
+        raise ConfigError(
+            f"{type(model).__name__} has no head ({', '.join(HEAD_NAMES)}) to train at a rate or decay of its own; leave "
+            "use_differential_lr and head_only_weight_decay off"
+        )
     if backbone_lr_mult is not None and not (math.isfinite(backbone_lr_mult) and backbone_lr_mult >= 0):
         raise ConfigError(f"backbone_lr_mult ({backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
     groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
@@ -446,13 +440,3 @@ def parameter_groups(
         raise ConfigError("the model has no parameter with requires_grad=True; there is nothing to train")
     in_order = sorted(groups.items(), key=lambda group: group[0][0])  # head first: the first group's rate is logged
     return [{"params": parameters, "lr": rate, "weight_decay": decay} for (_, rate, decay), parameters in in_order]
-
-
-def _require_head(model: nn.Module) -> list[str]:
-    heads = find_head_parts(model)
-    if not heads:
-        raise ConfigError(
-            f"{type(model).__name__} has no head ({', '.join(HEAD_NAMES)}) to train at a rate or decay of its own; leave "
-            "use_differential_lr and head_only_weight_decay off"
-        )
-    return heads

@@ -83,7 +83,8 @@ class WeightStream:
         """In the block, rank 0 may iterate. The other ranks serve it until its block ends; an error
         there is raised on all."""
         if ranks.rank() != 0:
-            self._serve()
+            while (number := ranks.ask_rank_0(DOING, _ask_for_nothing)) is not None:
+                transfer({name: self._tensors[name] for name in self._buckets[number]}, self._owners, {})
             yield
             return
         try:
@@ -93,10 +94,6 @@ class WeightStream:
                 self._end(error)
             raise
         self._end(None)
-
-    def _serve(self) -> None:
-        while (number := ranks.ask_rank_0(DOING, _ask_for_nothing)) is not None:
-            transfer({name: self._tensors[name] for name in self._buckets[number]}, self._owners, {})
 
     def _end(self, error: Exception | None) -> None:
         def end() -> None:

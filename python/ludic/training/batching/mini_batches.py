@@ -58,7 +58,7 @@ class MacroBatch:
     samples."""
     token_columns: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
     """Name -> row -> [A] values of the sample's action tokens, which micro-batches have in the
-    layout of `input_ids`: `proximal_logps` and `reference_logps` (`training.token_columns`)."""
+    layout of `input_ids`: `proximal_logps` and `reference_logps` (`training.preparation`)."""
     fractions: Fractions = field(default_factory=dict)
     """What the samples' action tokens count for; empty if each counts 1."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from ludic.columns import mean_or_zero
 from ludic.errors import ConfigError, QueueDataLost, QueueError, QueueRefused, RequestsExhausted
 from ludic.event_loop import await_if_needed
 from ludic.inference.client import VersionedClient
-from ludic.training.averages import mean_or_zero
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.base import Entry, GroupLog
 from ludic.training.queue.entries import EntryError, SampleGroup, decode_samples, encode_samples, split_groups

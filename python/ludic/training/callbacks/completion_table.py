@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError, escape_controls
-from ludic.training.callbacks.protocol import Callback, TrainingEvent
+from ludic.training.callbacks.base import Callback, TrainingEvent
 from ludic.training.types import SAWItem
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ludic.errors import CheckpointError, MissingExtraError
 from ludic.event_loop import run_in_daemon_thread
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import parse_step
-from ludic.training.callbacks.protocol import Callback, TrainingEvent
+from ludic.training.callbacks.base import Callback, TrainingEvent
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -55,7 +55,13 @@ class PushToHub(Callback):
         None means the token of `hf auth login` or `HF_TOKEN`. Raises MissingExtraError without
         huggingface_hub."""
         self.repo_id, self.private, self.end_patience_s = repo_id, private, end_patience_s
-        self._api = _open_hub(token) if api is None else api
+        if api is None:
+            try:
+                from huggingface_hub import HfApi
+            except ImportError as error:
+                raise MissingExtraError.for_extra("huggingface_hub", "datasets") from error
+            api = HfApi(token=token)
+        self._api = api
         self._thread: threading.Thread | None = None
         self._pushing: int | None = None
         self._begun: int | None = None
@@ -109,17 +115,14 @@ class PushToHub(Callback):
         except (CheckpointError, FileNotFoundError):
             return None
         step = parse_step(folder)
-        return None if self._read_pushed(folder) == self._describe(step) else (step, folder)
+        try:
+            is_pushed = read_json(folder.parent / PUSHED) == self._describe(step)
+        except (CheckpointError, OSError):
+            is_pushed = False
+        return None if is_pushed else (step, folder)
 
     def _describe(self, step: int) -> dict[str, Any]:
         return {"repo_id": self.repo_id, "step": step}
-
-    @staticmethod
-    def _read_pushed(folder: Path) -> Mapping[str, Any] | None:
-        try:
-            return read_json(folder.parent / PUSHED)
-        except (CheckpointError, OSError):
-            return None
 
     def _begin(self) -> None:
         if self._last is None or (self._thread is not None and self._thread.is_alive()):
@@ -148,7 +151,9 @@ class PushToHub(Callback):
             if not self._is_made:
                 self._api.create_repo(self.repo_id, private=self.private, exist_ok=True)
                 self._is_made = True
-            push_folder(self._api, self.repo_id, folder, f"step {step}")
+            self._api.upload_folder(
+                repo_id=self.repo_id, folder_path=str(folder), commit_message=f"step {step}", ignore_patterns=OF_THE_RUN
+            )
             write_json(folder.parent / PUSHED, self._describe(step))
             self.pushed_steps.append(step)
         except Exception:
@@ -160,16 +165,3 @@ class PushToHub(Callback):
 async def join_thread(thread: threading.Thread, seconds: float) -> None:
     """Wait for the thread's end, for at most `seconds`, while the event loop goes on."""
     await run_in_daemon_thread(lambda: thread.join(seconds), name="wait for a push")
-
-
-def push_folder(api: HfApi, repo_id: str, folder: Path, message: str) -> None:
-    """Push a folder in Hugging Face layout as one commit."""
-    api.upload_folder(repo_id=repo_id, folder_path=str(folder), commit_message=message, ignore_patterns=OF_THE_RUN)
-
-
-def _open_hub(token: str | None) -> HfApi:
-    try:
-        from huggingface_hub import HfApi
-    except ImportError as error:
-        raise MissingExtraError.for_extra("huggingface_hub", "datasets") from error
-    return HfApi(token=token)

@@ -1,31 +1,38 @@
-"""The protocols of loggers, and functions for keys and values."""
+"""The interface of loggers, and functions for keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self
 
 
 class TrainingLogger(Protocol):
     """Logs the statistics of a step. Keys have the prefix `train/`, `eval/`, `perf/` or
-    `mismatch/`."""
+    `mismatch/`. A logger may also have `sync`, which flushes its lines to disk, and `close`, which
+    releases its file or connection."""
 
     def log(self, step: int, stats: Mapping[str, float]) -> None: ...
 
 
-@runtime_checkable
-class SyncedLogger(Protocol):
-    """A logger that can flush its lines to disk. The trainer calls `sync` before it writes a
-    checkpoint."""
+def sync_log(logger: object) -> None:
+    """Call `sync` of a logger that has it. The trainer does so before it writes a checkpoint."""
+    sync = getattr(logger, "sync", None)
+    if sync is not None:
+        sync()
 
-    def sync(self) -> None: ...
 
+class ClosingLogger:
+    """A context manager that closes the logger at its end."""
 
-@runtime_checkable
-class ClosableLogger(Protocol):
-    """A logger with a file or a connection, which `close` releases."""
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the file or the connection."""
+        raise NotImplementedError
 
 
 def select_stats(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:

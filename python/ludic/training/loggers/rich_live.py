@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -17,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ludic.training.loggers.base import Duration, Percent, select_stats, without_prefix
+from ludic.training.loggers.base import ClosingLogger, Duration, Percent, select_stats, without_prefix
 
 SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
 HIDDEN = frozenset({"phase", "train_step", "eval_step", "train/step", "eval/step"})
@@ -27,7 +26,7 @@ NARROW = 72
 side."""
 
 
-class RichLiveLogger:
+class RichLiveLogger(ClosingLogger):
     """Shows the latest statistics and a sparkline. Use it as a context manager, or let the first
     `log` start it.
 
@@ -66,20 +65,15 @@ class RichLiveLogger:
         value = stats.get(self.spark_key, stats.get(f"train/{self.spark_key}"))
         if value is not None and math.isfinite(value):
             self.history_vals.append(float(value))
-        self._store_latest(step, stats)
-        self.start()
-        assert self._live is not None
-        latest = {key: value for section in self._latest.values() for key, value in section.items()}
-        self._live.update(self.render(self._step, latest), refresh=True)
-
-    def _store_latest(self, step: int, stats: Mapping[str, float]) -> None:
-        """Store the latest values of each section: an evaluation does not clear the training's
-        numbers, and vice versa."""
-        for section in SECTIONS:
+        for section in SECTIONS:  # an evaluation does not clear the training's numbers, and vice versa
             values = {key: value for key, value in stats.items() if find_section(key) == section}
             if values:
                 self._latest[section] = values
                 self._step = step if section == "train" else self._step or step
+        self.start()
+        assert self._live is not None
+        latest = {key: value for section in self._latest.values() for key, value in section.items()}
+        self._live.update(self.render(self._step, latest), refresh=True)
 
     def start(self) -> None:
         """Start the live display, unless it is already running."""
@@ -89,11 +83,7 @@ class RichLiveLogger:
         if not self._live.is_started:
             self._live.start()
             self._owns_live = True
-        self._disable_bars()
-
-    def _disable_bars(self) -> None:
-        """Disable the progress bars of transformers, which would break the display."""
-        bars = sys.modules.get("transformers.utils.logging")
+        bars = sys.modules.get("transformers.utils.logging")  # progress bars would break the display
         if bars is not None and not self._bars_disabled and bars.is_progress_bar_enabled():
             bars.disable_progress_bar()
             self._bars_disabled = True
@@ -113,12 +103,11 @@ class RichLiveLogger:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def render(self, step: int, stats: Mapping[str, float]) -> RenderableType:
         """Return the dashboard as a rich renderable."""
-        shown = self._by_section(stats)
+        selected = list(stats.items()) if self.keys is None else select_stats(stats, self.keys)
+        visible = [(key, value) for key, value in selected if key not in HIDDEN]
+        shown = {name: [(without_prefix(key), value) for key, value in visible if find_section(key) == name] for name in SECTIONS}
         titles = {name: self._title(name, step, stats) for name in shown}
         if self.console.width < NARROW:
             panels = [self._section(name, rows, titles[name]) for name, rows in shown.items() if rows or name == "train"]
@@ -129,14 +118,6 @@ class RichLiveLogger:
         height = max(1, *map(len, shown.values())) + 2
         columns.add_row(*(self._section(name, rows, titles[name], height) for name, rows in shown.items()))
         return Group(columns, self._sparkline_panel())
-
-    def _by_section(self, stats: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
-        """Return the statistics to display in each section, without prefix."""
-        shown = list(stats.items()) if self.keys is None else select_stats(stats, self.keys)
-        return {
-            section: [(without_prefix(key), value) for key, value in shown if key not in HIDDEN and find_section(key) == section]
-            for section in SECTIONS
-        }
 
     def _section(self, name: str, shown: Sequence[tuple[str, float]], title: str, height: int | None = None) -> Panel:
         rows = Table.grid(expand=True, padding=(0, 1))

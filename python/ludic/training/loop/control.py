@@ -18,7 +18,6 @@ from ludic.training.controllers.entropy import check_reachable
 from ludic.training.controllers.protocol import Controller, Observation
 from ludic.training.controllers.saved_state import FILE_NAME, controller_state
 from ludic.training.loop.schedule import RunSchedule
-from ludic.training.loss.base import Loss
 from ludic.training.loss.composite import CompositeLoss
 from ludic.training.loss.reference_kl import ReferenceKLLoss
 from ludic.training.maxent.credit import ListwiseCredit
@@ -27,18 +26,20 @@ from ludic.training.preparation import Prepared
 logger = logging.getLogger(__name__)
 
 ENTROPY = "weight_entropy"
-"""The statistic of a step that controllers see, in addition to `kl_statistic`."""
+"""The statistic of a step that controllers see, in addition to the KL."""
 
 
 class Control:
-    """Updates the controllers once a training step. Without controllers it does nothing."""
+    """Updates the controllers once a training step."""
 
     def __init__(self, controllers: Sequence[Controller], algo: RLAlgorithm) -> None:
         """Raises ConfigError for controllers that do not fit the algorithm or each other."""
         self.controllers, self.coefficients = tuple(controllers), algo.coefficients
-        self._kl = kl_statistic(algo.loss)
-        check_names(self.controllers)
-        check_coefficients(self.controllers, self.coefficients)
+        # The KL to the reference that the loss penalises: with kl_level="sequence", of answers.
+        parts = [term.loss for term in algo.loss.terms] if isinstance(algo.loss, CompositeLoss) else [algo.loss]
+        levels = {part.level for part in parts if isinstance(part, ReferenceKLLoss)}
+        self._kl = "reference/sequence_kl" if levels == {"sequence"} else "reference/kl"
+        check_controllers(self.controllers, self.coefficients)
         reading = [controller.name for controller in self.controllers if controller.reads_kl]
         if reading and not algo.reads_reference:
             raise ConfigError(
@@ -57,8 +58,6 @@ class Control:
         next one. `stats` are over all ranks; sums over ranks travel on `device`. Returns what
         the step used (`tau`), by how much it changed (`delta_tau`), and the statistics of the
         controllers."""
-        if not self.controllers:
-            return {}
         seen = Observation(
             step=step,
             lr_factor=schedule.factor(step),
@@ -103,38 +102,25 @@ class Control:
         return {"files": {FILE_NAME: controller_state(self.controllers, self.coefficients, step=step)}}
 
 
-def kl_statistic(loss: Loss) -> str:
-    """The KL to the reference that controllers see, which is the one that the loss penalises: of
-    whole answers with `kl_level="sequence"`, else of tokens."""
-    parts = [term.loss for term in loss.terms] if isinstance(loss, CompositeLoss) else [loss]
-    levels = {part.level for part in parts if isinstance(part, ReferenceKLLoss)}
-    return "reference/sequence_kl" if levels == {"sequence"} else "reference/kl"
-
-
-def check_names(controllers: Sequence[Controller]) -> None:
-    """Raise ConfigError for two controllers of one name, under which a checkpoint has their
-    state."""
+def check_controllers(controllers: Sequence[Controller], coefficients: Mapping[str, Coefficient]) -> None:
+    """Raise ConfigError for two controllers of one name, for a controller of a coefficient that the
+    algorithm does not have, and for two controllers of one coefficient."""
     names = [controller.name for controller in controllers]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two controllers have the name {name!r}, under which a checkpoint has their state")
-
-
-def check_coefficients(controllers: Sequence[Controller], coefficients: Mapping[str, Coefficient]) -> None:
-    """Raise ConfigError for a controller of a coefficient that the algorithm does not have, and for
-    two controllers of one."""
     taken: dict[str, str] = {}
     for controller in controllers:
         for role, coefficient in controller.coefficients.items():
-            name = next((name for name, known in coefficients.items() if known is coefficient), None)
-            if name is None:
+            found = next((known for known in coefficients if coefficients[known] is coefficient), None)
+            if found is None:
                 raise ConfigError(
                     f"the controller {controller.name!r} sets a {role} that is not the algorithm's; pass it one of algo.coefficients, "
                     f"which are: {', '.join(coefficients) or 'none'} (beta is one if it begins above 0)"
                 )
-            if name in taken:
+            if found in taken:
                 raise ConfigError(
-                    f"the controllers {taken[name]!r} and {controller.name!r} both set {name}; keep one of them (the meta-controller "
+                    f"the controllers {taken[found]!r} and {controller.name!r} both set {found}; keep one of them (the meta-controller "
                     "replaces the other two)"
                 )
-            taken[name] = controller.name
+            taken[found] = controller.name

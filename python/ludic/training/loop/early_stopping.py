@@ -28,20 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_WORDS = {"loss", "perplexity", "nll", "ece", "error", "errors", "fpr", "fnr", "negative", "failed", "incomplete"}
 _MAX_WORDS = {
-    "accuracy",
-    "acc",
-    "auc",
-    "auroc",
-    "reward",
-    "pass",
-    "score",
-    "tpr",
-    "margin",
-    "correct",
-    "right",
-    "solved",
-    "won",
-    "win",
+    *("accuracy", "acc", "auc", "auroc", "reward", "pass", "score", "tpr", "margin", "correct", "right", "solved", "won", "win")
 }
 """Words in the names of metrics that are better when they are small, or large. If a name has words
 of both, as `negative_margin_rate` has, small is better."""
@@ -49,8 +36,8 @@ of both, as `negative_margin_rate` has, small is better."""
 
 def metric_direction(cfg: TrainerConfig) -> Literal["min", "max"]:
     """`find_direction` of `early_stopping_metric` and `early_stopping_mode`."""
-    settings = {"setting": "early_stopping_metric", "mode_setting": "early_stopping_mode"}
-    return find_direction(cfg.early_stopping_metric, cfg.early_stopping_mode, **settings)
+    names = {"setting": "early_stopping_metric", "mode_setting": "early_stopping_mode"}
+    return find_direction(cfg.early_stopping_metric, cfg.early_stopping_mode, **names)
 
 
 def find_direction(metric: str, mode: Literal["auto", "min", "max"], *, setting: str, mode_setting: str) -> Literal["min", "max"]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -19,8 +18,9 @@ from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.rank_plans import SAME_BATCH, RankShare, all_have_samples
 from ludic.training.batching.sample_codec import view_columns
 from ludic.training.batching.source import BATCH_NUMBER
+from ludic.training.loop.staleness import drop_stale, measure_lag
 from ludic.training.loop.state import TrainerState
-from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loop.step_record import PhaseTimer
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.stats import distinct_rollouts
 from ludic.training.types import SAWBatch, SAWItem
@@ -55,7 +55,7 @@ class BatchFetcher:
             with timer.phase("rollout"), watchdog.phase("generation"):
                 source_batch = await source.next_batch()
             with timer.phase("batching"):
-                items = [item for item in source_batch.items if not self._is_stale(item.meta, step)]
+                items = drop_stale(source_batch.items, step, self._run.cfg.max_lag)
                 batch = SAWBatch(items, source_batch.meta)
                 fetched, stale = fetched + len(source_batch.items), stale + len(source_batch.items) - len(items)
                 batch, macro = await self._prepare(batch)
@@ -64,7 +64,9 @@ class BatchFetcher:
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
                 batch.meta[BATCH_NUMBER] = source_batch.meta.get(BATCH_NUMBER, step)
-                batch.meta.update(self._measure_lag(macro.items, step))
+                lag = measure_lag(macro.items, step)
+                if lag is not None and self._run.sync_every_steps:
+                    batch.meta["policy_lag"] = lag
                 return batch, macro
             too_long = self._describe_long_prompts(source_batch.items)
             if attempt == 0:  # the error has the number of the following ones
@@ -100,21 +102,19 @@ class BatchFetcher:
         return prepared[0], replace(prepared[1], share=RankShare.of_this_rank())
 
     async def _preprocess(self, batch: SAWBatch) -> tuple[SAWBatch, MacroBatch]:
+        """Raises DataError for a sample that the model cannot be trained on."""
         if self._run.algo.preprocess is not None and batch.items:
             batch = await await_if_needed(self._run.algo.preprocess(batch))
         macro = self._ingest(batch.items)
-        if not self._is_checked and macro.items:
-            self._check_samples(macro)
-        return batch, macro
-
-    def _check_samples(self, macro: MacroBatch) -> None:
-        """Raise DataError for a sample that the model cannot be trained on."""
+        if self._is_checked or not macro.items:
+            return batch, macro
         columns = {name: values.view(Column) for name, values in view_columns(macro.table.to_bytes()).items()}
         is_sound = self._check.find_fault({}, columns["input_ids"], columns.get("actor_logps")) is None  # all in one call
         for row, item in enumerate(macro.items):
             logps = None if item.actor_logps is None else stored(item.actor_logps, "token_logps")
             if fault := self._check.find_fault(item.meta, *(() if is_sound else (stored(item, "input_ids"), logps))):
                 raise DataError(f"sample {macro.name(row)} has {fault}")
+        return batch, macro
 
     def _describe_long_prompts(self, items: Sequence[SAWItem]) -> str:
         """A hint if every prompt alone is longer than `max_seq_len`, else "".
@@ -126,16 +126,6 @@ class BatchFetcher:
         if not prompts or min(prompts) < self._run.cfg.max_seq_len:
             return ""
         return f" (the shortest prompt has {min(prompts)} tokens, and max_seq_len is {self._run.cfg.max_seq_len}: raise that)"
-
-    def _is_stale(self, meta: Mapping[str, Any], step: int) -> bool:
-        version = meta.get("policy_version")
-        return self._run.cfg.max_lag is not None and version is not None and step - version > self._run.cfg.max_lag
-
-    def _measure_lag(self, items: Sequence[SAWItem], step: int) -> dict[str, float]:
-        """The mean number of versions between the samples and the weights; empty if no versions are
-        published or known."""
-        versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]
-        return {"policy_lag": step - sum(versions) / len(versions)} if versions and self._run.sync_every_steps else {}
 
 
 PATIENCE = 10

@@ -63,13 +63,11 @@ class LearningRateSchedule:
             return 1.0
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        return self.min_ratio + (1 - self.min_ratio) * self._decay(step)
-
-    def _decay(self, step: int) -> float:
         if self.kind == "constant_with_warmup":
             return 1.0
         done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        return 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        decay = 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.min_ratio + (1 - self.min_ratio) * decay
 
     def state_dict(self, step: int) -> dict[str, int]:
         """What checkpoints save: the position in the schedule."""

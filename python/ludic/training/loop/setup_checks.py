@@ -12,6 +12,7 @@ from ludic.training import ranks
 from ludic.training.batching.source import as_batch_source
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.early_stopping import check_early_stopping
+from ludic.training.loop.staleness import check_lag
 from ludic.training.stats import Reducer, check_reducers
 from ludic.training.types import BatchSource
 
@@ -21,12 +22,21 @@ logger = logging.getLogger(__name__)
 def check_setup(
     cfg: TrainerConfig, reducers: Mapping[str, Reducer], publisher: object, evaluator: object, batch_source: BatchSource
 ) -> None:
-    """Raise ConfigError for settings or parts that contradict each other."""
+    """Raise ConfigError for settings or parts that contradict each other. Warn of settings without
+    effect."""
     cfg.validate()
     check_early_stopping(cfg)
     check_reducers(reducers)
-    check_publisher(cfg, publisher)
-    check_evaluator(cfg, evaluator)
+    if publisher is None and cfg.was_set("sync_every_steps") and cfg.sync_every_steps > 1:
+        raise ConfigError(
+            f"sync_every_steps ({cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
+        )
+    if publisher is None and cfg.was_set("sync_every_steps") and cfg.sync_every_steps == 1:
+        logger.warning(
+            "sync_every_steps=1 without a PolicyPublisher: nothing is published; pass publisher=, or sync_every_steps=0"
+        )
+    if evaluator is None and (cfg.eval_at_start or cfg.eval_every_n_steps):
+        logger.warning("eval_at_start and eval_every_n_steps without an evaluator: nothing is evaluated; pass evaluator=")
     check_lag(cfg, as_batch_source(batch_source).max_lag)
     check_ranks(batch_source)
 
@@ -42,37 +52,6 @@ def check_backend(cfg: TrainerConfig, backend: object, *, checkpoints: bool) -> 
     if missing:
         raise ConfigError(
             f"backend ({type(backend).__name__}) has no {', '.join(missing)}, which this run needs; see TrainingBackend"
-        )
-
-
-def check_publisher(cfg: TrainerConfig, publisher: object) -> None:
-    """Raise ConfigError for `sync_every_steps` > 1 without a publisher. 1, the default, only
-    gives a warning."""
-    if publisher is not None or not cfg.was_set("sync_every_steps") or cfg.sync_every_steps == 0:
-        return
-    if cfg.sync_every_steps > 1:
-        raise ConfigError(
-            f"sync_every_steps ({cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
-        )
-    logger.warning("sync_every_steps=1 without a PolicyPublisher: nothing is published; pass publisher=, or sync_every_steps=0")
-
-
-def check_evaluator(cfg: TrainerConfig, evaluator: object) -> None:
-    """Warn if evaluations are configured and there is no evaluator. Training does not need one."""
-    if evaluator is None and (cfg.eval_at_start or cfg.eval_every_n_steps):
-        logger.warning("eval_at_start and eval_every_n_steps without an evaluator: nothing is evaluated; pass evaluator=")
-
-
-def check_lag(cfg: TrainerConfig, ahead: int) -> None:
-    """Raise ConfigError for a `max_lag` that would drop the batches that the source begins `ahead`.
-
-    Example: 1 batch ahead, published every 2 steps: a batch is up to 1 + 2 - 1 = 2 versions old.
-    """
-    oldest = ahead + max(1, cfg.sync_every_steps) - 1
-    if ahead and cfg.max_lag is not None and cfg.max_lag < oldest:
-        raise ConfigError(
-            f"max_lag ({cfg.max_lag}) would drop batches that are begun {ahead} ahead with sync_every_steps "
-            f"({cfg.sync_every_steps}) and are up to {oldest} versions old; raise it to {oldest}, or begin fewer ahead"
         )
 
 

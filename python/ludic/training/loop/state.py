@@ -18,7 +18,7 @@ from ludic.training.checkpoint import CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loop.early_stopping import EarlyStopping
-from ludic.training.loop.token_log import TokenLog
+from ludic.training.loop.step_record import TokenLog
 from ludic.training.rng import reseed_for_rank, set_rng_state
 from ludic.training.types import BatchSource, ReferencePolicy
 
@@ -78,30 +78,25 @@ def add_ranks(state: dict[str, Any], source: BatchSourceBase) -> None:
 
 def restore_of_this_rank(source: BatchSourceBase, metadata: Mapping[str, Any]) -> None:
     """Restore the batch source and the random generators."""
-    own = _state_of_this_rank(metadata, shared=_is_shared(source))
+    saved, world = metadata.get(RANKS, [metadata]), ranks.world_size()
+    is_shared, is_same_world = _is_shared(source), len(saved) == world
+    own = dict(saved[ranks.rank()] if is_same_world else metadata)
+    if any(SOURCE in state for state in metadata.get(RANKS, [])):  # each rank had a source of its own
+        if is_shared or not is_same_world:
+            own[SOURCE] = _find_common_position(saved)
+    elif SOURCE in metadata:
+        own[SOURCE] = metadata[SOURCE] if is_shared or world == 1 else _remove_pending(metadata[SOURCE])
     if SOURCE in own:
         source.load_state_dict(own[SOURCE])
     if "rng_state" in own:
         set_rng_state(own["rng_state"])
-    if ranks.world_size() != len(metadata.get(RANKS, [metadata])):
+    if not is_same_world:
         reseed_for_rank(ranks.rank())
 
 
 def _is_shared(source: BatchSourceBase) -> bool:
     """Whether one source feeds all ranks, so that there is one position."""
     return source.divided_by_trainer and not source.shards_across_ranks
-
-
-def _state_of_this_rank(metadata: Mapping[str, Any], *, shared: bool) -> Mapping[str, Any]:
-    """The entries of `OF_EACH_RANK`. `shared`: the ranks share one source now."""
-    saved, world = metadata.get(RANKS, [metadata]), ranks.world_size()
-    own = saved[ranks.rank()] if len(saved) == world else metadata
-    if any(SOURCE in state for state in metadata.get(RANKS, [])):
-        return own if len(saved) == world and not shared else {**own, SOURCE: _find_common_position(saved)}
-    if SOURCE not in metadata:
-        return own
-    one_source = shared or world == 1
-    return {**own, SOURCE: metadata[SOURCE] if one_source else _remove_pending(metadata[SOURCE])}
 
 
 def _find_common_position(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ nothing else fits, the weights differ.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.config import TrainerConfig
 from ludic.training.preflight.comparison import Comparison, compare, mean_absolute, read_sampler_logps
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
-from ludic.types import TokenTrace
 
 MAX_REMAINDER = 0.5
 """A cause is accepted if it reduces the mean difference to less than this fraction, and if no other
@@ -107,16 +105,10 @@ class CauseFinder:
         largest = max(int(np.max(item.input_ids)) for item in comparison.items)
         rewritten = [(SHIFTED_IDS(by=by), [_with_shifted_ids(item, -by, largest) for item in comparison.items]) for by in (1, -1)]
         for name, prompts in self._render_other_prompts(comparison).items():
-            rewritten.append(
-                (
-                    OTHER_PROMPT_FITS(way=name),
-                    [_with_prompt(i, ids) for i, ids in zip(comparison.items, prompts, strict=True)],
-                )
-            )
-        return [(cause, items) for cause, items in rewritten if self._fits_budget(items)]
-
-    def _fits_budget(self, items: Sequence[SAWItem]) -> bool:
-        return max(len(item.input_ids) for item in items) * len(items) <= 2 * self.cfg.micro_token_budget
+            items = [_with_prompt(item, ids) for item, ids in zip(comparison.items, prompts, strict=True)]
+            rewritten.append((OTHER_PROMPT_FITS(way=name), items))
+        room = 2 * self.cfg.micro_token_budget
+        return [(cause, items) for cause, items in rewritten if max(len(i.input_ids) for i in items) * len(items) <= room]
 
     def _render_other_prompts(self, comparison: Comparison) -> dict[str, list[list[int]]]:
         """The prompts of all samples under each other rendering. Renderings that give the samples'
@@ -217,15 +209,13 @@ class CauseFinder:
         prompts = [_prompt(item) for item in comparison.items][:NUM_PROBES]
         probes = (client.complete_tokens(ids, sampling=sampling, seed=i) for i, ids in enumerate(prompts) if ids)
         traces = await asyncio.gather(*probes)
-        return [_item_from_trace(trace) for trace in traces]
-
-
-def _item_from_trace(trace: TokenTrace) -> SAWItem:
-    prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
-    length = len(prompt) + len(completion)
-    logps = ActorTokenLogps(list(trace.completion_logprobs or []))
-    mask = [0] * len(prompt) + [1] * len(completion)
-    return SAWItem(prompt + completion, [1] * length, mask, 0.0, {}, SampleAttachments(logps))
+        items = []
+        for trace in traces:
+            prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
+            mask = [0] * len(prompt) + [1] * len(completion)
+            logps = ActorTokenLogps(list(trace.completion_logprobs or []))
+            items.append(SAWItem(prompt + completion, [1] * len(mask), mask, 0.0, {}, SampleAttachments(logps)))
+        return items
 
 
 def _try_shifts(comparison: Comparison) -> list[tuple[Cause, float]]:
@@ -296,16 +286,8 @@ def _other_template(text: str, expected: str) -> Cause:
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause, with what was measured, and its remedy."""
-
-    name: str
-    description: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class KnownCause:
-    """A template of a cause; its texts have placeholders for what was measured.
+    """A cause, with what was measured, and its remedy; or a template of one, whose texts have
+    placeholders for what is measured.
 
     >>> RAW(configured=0.7).description
     "the sampler returns log-probabilities before temperature (raw); the trainer's are of logits /
@@ -324,72 +306,72 @@ SEND_IDS = (
     "send the prompt as token ids, rendered once by the policy's own tokenizer, and keep the prompt ids that the server echoes"
 )
 
-NOT_A_NUMBER = KnownCause(
+NOT_A_NUMBER = Cause(
     name="NaN from the trainer",
     description="{count} of {total} log-probabilities of the trainer are NaN",
     remedy="load the model in bfloat16 or float32 if it overflows in float16; if it has NaN there too, its weights are broken",
 )
-RAW = KnownCause(
+RAW = Cause(
     name="the sampler's log-probabilities are before temperature",
     description="the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / {configured:g}",
     remedy="start the server with --logprobs-mode processed_logprobs (LocalChatClient: logprobs_mode='processed'), or set "
     "TrainerConfig.temperature to 1",
 )
-OTHER_TEMPERATURE = KnownCause(
+OTHER_TEMPERATURE = Cause(
     name="the sampler's log-probabilities are at temperature {drawn:g}",
     description="the sampler returns log-probabilities at temperature {drawn:g}, the sampling temperature; the trainer uses "
     "{configured:g}",
     remedy="set TrainerConfig.temperature to {drawn:g}",
 )
-NUCLEUS = KnownCause(
+NUCLEUS = Cause(
     name="renormalised over top_p {top_p:g}, at temperature {temperature:g}",
     description="the sampler returns log-probabilities renormalised over the tokens within top_p {top_p:g}; the trainer's are over all "
     "tokens",
     remedy="sample with top_p=1, or start the server with --logprobs-mode raw_logprobs (LocalChatClient: logprobs_mode='raw') and set "
     "TrainerConfig.temperature to 1",
 )
-SHIFTED_LOGPROBS = KnownCause(
+SHIFTED_LOGPROBS = Cause(
     name="log-probabilities of the token {where}",
     description="log-probabilities and ids are shifted by one: each value belongs to the token {where}",
     remedy="align them where the client reads the server's answer: one log-probability for each sampled id, in the same order, and an "
     "action mask that begins at the first sampled id",
 )
-SHIFTED_IDS = KnownCause(
+SHIFTED_IDS = Cause(
     name="completion ids {by:+d}",
     description="the ids of the completions are the sampler's {by:+d}: ids are shifted by one",
     remedy="use the ids as the server returns them; an added token in the vocabulary of one side also shifts ids",
 )
-OTHER_PROMPT_FITS = KnownCause(
+OTHER_PROMPT_FITS = Cause(
     name="prompt: {way:.49s}",
     description="the sampler read another prompt than the samples have: its log-probabilities fit this prompt: {way} (another chat "
     "template, or text tokenised again)",
     remedy=SEND_IDS,
 )
-OTHER_TEMPLATE = KnownCause(
+OTHER_TEMPLATE = Cause(
     name="another chat template",
     description="the prompts are rendered by another chat template than the policy's: at character {at} they have {prompt!r}, the "
     "policy's tokenizer makes {expected!r}",
     remedy="give the server the chat template of the policy's tokenizer (--chat-template), or send prompts as token ids",
 )
-RETOKENISED_PROMPT = KnownCause(
+RETOKENISED_PROMPT = Cause(
     name="prompt tokenised in another way",
     description="the prompts have the right text but other token ids than the policy's tokenizer makes from it: the text was tokenised "
     "again, or by another tokenizer",
     remedy=SEND_IDS,
 )
-RETOKENISED_COMPLETION = KnownCause(
+RETOKENISED_COMPLETION = Cause(
     name="completions tokenised again",
     description="the completions are what the tokenizer makes from their text, and agree with the sampler only up to some token: the text "
     "was tokenised again, and the ids are not those that were sampled",
     remedy="train on the ids that the server returns (return_token_ids), never on ids made from its text",
 )
-OTHER_PROMPTS = KnownCause(
+OTHER_PROMPTS = Cause(
     name="another prompt on the sampler's side",
     description="the sampler agrees with the trainer when it continues token ids, but not on these samples: it read another prompt than "
     "they have (another chat template), or their ids were made from text",
     remedy="send the prompt as token ids, keep the prompt ids that the server echoes, and train on the ids that it returns",
 )
-OTHER_WEIGHTS = KnownCause(
+OTHER_WEIGHTS = Cause(
     name="other weights",
     description="no other cause explains the difference, and the sampler never agrees{where}: it serves stale weights, or another model",
     remedy="publish the trainer's weights before the first batch, reset the server's prefix cache with them, and check that both "

@@ -143,10 +143,20 @@ class Preflight:
             logger.warning("no sample has the sampler's log-probabilities; the trainer cannot be compared with the sampler")
             return None
         comparison = await compare(backend, cfg, selected)
-        report = self.report = self._report(comparison)
+        report = self.report = PreflightReport(
+            mean=comparison.mean,
+            max=comparison.max,
+            num_tokens=comparison.num_tokens,
+            num_samples=len(comparison.items),
+            threshold=self.threshold,
+            worst=[self._worst_token(comparison, *place) for place in comparison.worst(WORST_SHOWN)],
+        )
         finder = CauseFinder(backend, cfg, self.sampling, self.tokenizer, self.client)
         cause = await find_cause(finder, comparison, self.threshold, report.tried) if comparison.mean > MIN_DIFFERENCE else None
-        report.cause = self._confirm_cause(cause, report) or finder.check_prompts(comparison)
+        if cause is not None and report.mean <= self.threshold:  # then it has to explain nearly all of the difference
+            explained = report.tried.get(cause.name)
+            cause = cause if explained is not None and explained * MIN_REDUCTION < report.mean else None
+        report.cause = cause or finder.check_prompts(comparison)
         if self.on_report is not None:
             self.on_report(report)
         stop = ranks.max_over_ranks([float(report.cause is not None)], cfg.model_device)[0]
@@ -155,24 +165,6 @@ class Preflight:
         if stop:
             raise MismatchError("the samples of another rank disagree with the trainer; its error has the table", report=report)
         return report
-
-    def _confirm_cause(self, cause: Cause | None, report: PreflightReport) -> Cause | None:
-        """Return the cause, or None if the difference is below the threshold and the cause does not
-        explain nearly all of it."""
-        if cause is None or report.mean > self.threshold:
-            return cause
-        explained = report.tried.get(cause.name)
-        return cause if explained is not None and explained * MIN_REDUCTION < report.mean else None
-
-    def _report(self, comparison: Comparison) -> PreflightReport:
-        return PreflightReport(
-            mean=comparison.mean,
-            max=comparison.max,
-            num_tokens=comparison.num_tokens,
-            num_samples=len(comparison.items),
-            threshold=self.threshold,
-            worst=[self._worst_token(comparison, *place) for place in comparison.worst(WORST_SHOWN)],
-        )
 
     def _worst_token(self, comparison: Comparison, sample: int, position: int) -> WorstToken:
         item = comparison.items[sample]

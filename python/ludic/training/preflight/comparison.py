@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ludic.training.averages import array_mean_or_zero
+from ludic.columns import array_mean_or_zero
 from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.micro_batching import MicroBatch, collate_saw_items
@@ -80,7 +79,9 @@ async def compare(
     """Compute the trainer's log-probabilities of the samples' actions and of the tokens next to
     them, in one forward pass. `temperature` and `top_p` as in `forward_logprobs`."""
     tensors = collate_saw_items(items, pad_token_id=cfg.pad_token_id, device=cfg.model_device)
-    tensors["action_mask"] = _with_neighbours(tensors["action_mask"])
+    # 1 at actions and at the tokens before and after them: [0, 0, 1, 0, 0] gives [0, 1, 1, 1, 0].
+    mask = (tensors["action_mask"] != 0).float()[:, None]
+    tensors["action_mask"] = torch.nn.functional.max_pool1d(mask, 3, stride=1, padding=1)[:, 0]
     batch = MicroBatch(tensors, len(items))
     logps = await forward_action_logprobs(backend, batch, temperature=temperature, top_p=top_p).result()
     table = logps.double().cpu().numpy()
@@ -94,14 +95,6 @@ async def compare(
         trainer_logps=[row[positions[positions > 0] - 1] for row, positions in zip(rows, actions, strict=True)],
         all_trainer_logps=rows,
     )
-
-
-def _with_neighbours(mask: Tensor) -> Tensor:
-    """[B, T] 1 at the tokens of the mask and at those before and after them.
-
-    Example: [0, 0, 1, 0, 0] gives [0, 1, 1, 1, 0].
-    """
-    return torch.nn.functional.max_pool1d((mask != 0).float()[:, None], 3, stride=1, padding=1)[:, 0]
 
 
 def mean_absolute(parts: Sequence[Floats]) -> float:

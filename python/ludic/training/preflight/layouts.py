@@ -50,8 +50,8 @@ makes, and at most this number of roundings of the largest logit. In bfloat16 a 
 multiple of 1/8."""
 FORBIDDEN = 6e4
 """Logits at least as large say nothing of rounding."""
-_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""The warnings that have been logged."""
+_said: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
+"""Model, or class of backends -> the lines that have been logged of it."""
 
 
 def with_right_layout(cfg: TrainerConfig, model: nn.Module) -> TrainerConfig:
@@ -68,7 +68,7 @@ def with_right_layout(cfg: TrainerConfig, model: nn.Module) -> TrainerConfig:
         reason = _find_packing_fault(model, cfg)
         if reason is None:
             return cfg
-        _warn(model, f'packing="padding_free" is replaced by "optimal", which pads: {reason}')
+        _say_once(model, f'packing="padding_free" is replaced by "optimal", which pads: {reason}')
         cfg = replace(cfg, packing="optimal")
     reason = find_fault(model, cfg, "padded rows")
     if reason is None:
@@ -77,15 +77,55 @@ def with_right_layout(cfg: TrainerConfig, model: nn.Module) -> TrainerConfig:
         raise ConfigError(
             f"{reason}, and pairs and several ranks need padding; use another architecture, or one rank without pairs"
         )
-    _warn(model, f"only samples of one length are computed together: {reason}")
+    _say_once(model, f"only samples of one length are computed together: {reason}")
     return replace(cfg, packing="optimal", overhead_tokens=0)  # the least tokens, so no padding
 
 
-def _warn(model: nn.Module, message: str) -> None:
-    said = _said.setdefault(model, set())
+def _say_once(owner: object, message: str, level: int = logging.WARNING) -> None:
+    said = _said.setdefault(owner, set())
     if message not in said:
         said.add(message)
-        logger.warning(message)
+        logger.log(level, message)
+
+
+def can_compute_trees(model: nn.Module, cfg: TrainerConfig) -> bool:
+    """Whether `model` computes rows of prefix trees (`batching.tree_batches`). One with sdpa gets
+    the attention function of packed sequences. If not, one line says why, and samples have rows of
+    their own. The choice is the same on all ranks and after a resume. Runs the model on a few
+    tokens; all ranks call it."""
+    if cfg.prefix_sharing == "off":
+        return False
+    reason = _prepare_for_trees(model, cfg)
+    if any(ranks.max_over_ranks([float(reason is not None)], cfg.model_device)):  # all ranks divide a batch in one way
+        reason = reason or "another rank cannot share them"
+    if reason is not None:
+        explain_rows(reason, model, cfg)
+    return reason is None
+
+
+def explain_rows(reason: str, owner: object, cfg: TrainerConfig) -> None:
+    """Log why samples have rows of their own: once for a model, or for a class of backends. It is a
+    warning with `prefix_sharing="tree"`."""
+    level = logging.WARNING if cfg.prefix_sharing == "tree" else logging.INFO
+    _say_once(owner, f"each sample is computed as a whole, without sharing prefixes: {reason}", level)
+
+
+def _prepare_for_trees(model: nn.Module, cfg: TrainerConfig) -> str | None:
+    """Make the model keep the branches of a tree apart: on a GPU by FlexAttention, elsewhere or if
+    that fails by sdpa. Returns the reason if it cannot."""
+    name, kind = get_attention(model), type(unwrap_transformer(model)).__name__
+    if name not in ("sdpa", *OWN):
+        return f"the attention of {kind} is {name}, not sdpa"
+    if _is_on_gpu(cfg):
+        reason = find_fault(model, cfg, "trees", attention=PREFIX_FLEX)
+        if reason is None:
+            return None
+        _say_once(model, f"prefix trees are computed by sdpa, not by FlexAttention: {reason}", logging.INFO)
+    return find_fault(model, cfg, "trees", attention=PACKED)
+
+
+def _is_on_gpu(cfg: TrainerConfig) -> bool:
+    return torch.device(cfg.model_device).type == "cuda"
 
 
 def _find_packing_fault(model: nn.Module, cfg: TrainerConfig) -> str | None:
@@ -144,7 +184,7 @@ def _warn_of_answers(model: nn.Module, alone: Sequence[Tensor], limit: float) ->
     """Samples that begin alike have the same logits there, unless these depend on later tokens."""
     beginning = SHARED[3]
     if len(alone[3]) > beginning and _mean_difference(alone[3][:beginning], alone[-1][:beginning]) > limit:
-        _warn(
+        _say_once(
             model,
             f"{type(unwrap_transformer(model)).__name__} reads the tokens that it predicts: its logits depend on later tokens. "
             "If its config has is_decoder, set it to true",

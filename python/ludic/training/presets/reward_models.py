@@ -6,7 +6,13 @@ from __future__ import annotations
 
 from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn, HybridNormalizedReturn
+from ludic.training.credit_assignment import (
+    CombineMode,
+    ConstantCredit,
+    GroupNormalizedReturn,
+    HybridNormalizedReturn,
+    RewardModelCreditAssigner,
+)
 from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.dpo import DPOLoss, DPOLossType
@@ -14,7 +20,6 @@ from ludic.training.loss.kl import Estimator
 from ludic.training.loss.preference import RegularizationType, ScoreRegularization
 from ludic.training.presets.cispo import add_kl
 from ludic.training.presets.preprocess import check_ratios
-from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
 
 
 def make_bradley_terry(

@@ -32,7 +32,7 @@ from ludic.errors import RolloutError
 from ludic.event_loop import is_being_cancelled
 from ludic.inference.sampling import derive_seed
 from ludic.interaction.containment import describe_error
-from ludic.training.reward_deadline import RewardsBroken
+from ludic.training.reward_functions import RewardsBroken
 from ludic.training.rollouts.group_ledger import Group, GroupState
 
 logger = logging.getLogger(__name__)

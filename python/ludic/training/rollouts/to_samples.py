@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ludic.columns import Column, int_column, mask_column
+from ludic.columns import Column, int_column, mask_column, mean_or_zero
 from ludic.errors import DataError
 from ludic.list_fields import stored
-from ludic.training.averages import mean_or_zero
 from ludic.training.rollouts.episodes import PlayedRollouts, is_reward, trace_columns
 from ludic.training.types import (
     ActorTokenLogps,

@@ -38,9 +38,9 @@ from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.loop.micro_stats import combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import adapted_loss, loss_name
+from ludic.training.stats import combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
 
 logger = logging.getLogger(__name__)
 

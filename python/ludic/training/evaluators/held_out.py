@@ -1,29 +1,72 @@
-"""Evaluators of held-out pairs: by the scores of a reward model, and by the implicit rewards of
-direct preference optimization."""
+"""Evaluators of held-out samples: by the loss, for supervised fine-tuning; of pairs by the scores
+of a reward model, or by the implicit rewards of direct preference optimization."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.training import ranks
 from ludic.training.backend.forward import as_forward_passes, forward_action_logprobs
 from ludic.training.backend.protocol import ForwardPasses
-from ludic.training.batching.mini_batches import MiniBatch
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import DROP_REASONS, PreferenceMacroBatch
+from ludic.training.batching.rank_plans import RankShare
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.classification_metrics import Floats, PreferenceMetrics, preference_loss
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import ScoreType
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.dpo import TIE, DPOLoss
+from ludic.training.loss.logprobs import weigh_values
+from ludic.training.preflight.layouts import with_right_layout
 from ludic.training.reference import PrecomputedReference, computes_trees, score_actions
 from ludic.training.rm_config import RMTrainerConfig
 from ludic.training.types import SAWItem
+
+
+class HeldOutLoss:
+    """Mean of -log pi over all action tokens of `items`, in nats; packing does not change it.
+    Samples longer than `max_seq_len` are truncated as in training. As the evaluator of a `Trainer`
+    it logs `eval/loss` and `eval/perplexity`.
+
+    It runs in one process. A sharded model would need all ranks.
+    """
+
+    def __init__(self, model: nn.Module | ForwardPasses, items: Sequence[SAWItem], cfg: TrainerConfig) -> None:
+        """`model`: a model in this process, or the backend that has it."""
+        self._model, self._cfg, self._passes = model, cfg, as_forward_passes(model, cfg)
+        self._is_checked = False
+        self._batch = replace(MacroBatch.ingest(items, cfg.max_seq_len), share=RankShare(0, 1))  # no other rank takes part
+        if not self._batch.items:
+            raise ConfigError(
+                f"none of the {len(items)} held-out samples has a token to predict within max_seq_len ({cfg.max_seq_len})"
+            )
+
+    def measure(self) -> dict[str, float]:
+        """`loss`, `perplexity`, and the number of `tokens`."""
+        if isinstance(self._model, nn.Module) and not self._is_checked:
+            self._is_checked = True
+            self._cfg = with_right_layout(self._cfg, self._model)
+        total = tokens = 0.0
+        for micro_batch in MiniBatch(self._batch, np.arange(len(self._batch.items)), self._cfg):
+            logps = forward_action_logprobs(self._passes, micro_batch, temperature=1.0).wait()
+            mask = SharedContext(micro_batch.tensors["input_ids"], micro_batch.tensors).token_mask
+            total -= float(weigh_values(logps.double(), mask.double()).sum())
+            tokens += float(mask.sum())
+        loss = total / tokens
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
+
+    async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(no records, metrics). Reducers and limits have no effect."""
+        return [], self.measure()
 
 
 class PreferenceEvaluator:
@@ -138,10 +181,12 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
         tie = np.abs(ratios[::2] - ratios[1::2]) <= TIE * (np.abs(logps[::2]) + np.abs(logps[1::2]))
         self.metrics.reset()
         self.metrics.update(chosen, np.where(tie, chosen, rejected), labels)
+        scaled = ratios / lengths if self._loss.divides_by_length else ratios
+        losses = self._loss.of_differences(torch.from_numpy(scaled[::2] - scaled[1::2]), torch.from_numpy(labels))
         computed = self.metrics.compute()
         counts = self.batch.counts()
         return {
-            "loss": self._mean_loss(ratios / lengths if self._loss.divides_by_length else ratios, labels),
+            "loss": float(losses.mean()),
             "rewards/chosen": float(chosen.mean()),
             "rewards/rejected": float(rejected.mean()),
             "rewards/margins": float((chosen - rejected).mean()),
@@ -153,10 +198,6 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
             **{name: counts[name] for name in DROP_REASONS},
         }
 
-    def _mean_loss(self, ratios: np.ndarray, labels: np.ndarray) -> float:
-        differences = torch.from_numpy(ratios[::2] - ratios[1::2])
-        return float(self._loss.of_differences(differences, torch.from_numpy(labels)).mean())
-
     def _sums(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[N] float64 sums of the log-probabilities and of the log-ratios of each sample, and its
         number of action tokens."""
@@ -167,9 +208,9 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
             trees=computes_trees(self._passes),
         )
         known = [self._reference.of_item(item) for item in self.batch.items]
-        ratios = [_sum(logps.double() - before.double()) for logps, before in zip(own, known, strict=True)]
-        return np.array([_sum(logps.double()) for logps in own]), np.array(ratios), np.array([max(1, len(each)) for each in own])
-
-
-def _sum(values: Tensor) -> float:
-    return float(values.sum())
+        ratios = [float((logps.double() - before.double()).sum()) for logps, before in zip(own, known, strict=True)]
+        return (
+            np.array([float(logps.double().sum()) for logps in own]),
+            np.array(ratios),
+            np.array([max(1, len(each)) for each in own]),
+        )

@@ -8,8 +8,8 @@ from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.training import RLAlgorithm, Trainer
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.loop.micro_stats import Stat, combine_micro_stats, combine_stats, copy_to_host, final_values
 from ludic.training.loss import EntropyBonus
+from ludic.training.stats import Stat, combine_micro_stats, combine_stats, copy_to_host, final_values
 
 values = st.floats(-1e3, 1e3, allow_nan=False)
 parts_of_a_batch = st.lists(st.lists(values, min_size=1, max_size=6), min_size=1, max_size=6)

@@ -1,10 +1,11 @@
-"""Calls the callbacks of a run, keeps their state, and ends the run when one of them asks."""
+"""Callbacks: what they get, what they may ask of the run, and how the run calls them, keeps their
+state, and ends when one of them asks."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,14 +15,97 @@ from ludic.errors import ConfigError, StopRequested
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.batching.source import STOP_PATIENCE_S
-from ludic.training.callbacks.protocol import Callback, TrainingEvent
 from ludic.training.checkpoint import CheckpointManager
-from ludic.training.evaluators.protocol import bare_name, eval_key
+from ludic.training.evaluators.protocol import bare_name
 from ludic.training.loop.state import TrainerState
 from ludic.training.rng import await_preserving_rng
 from ludic.training.types import SAWBatch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingEvent:
+    """A step, an evaluation, a checkpoint, or the end of `Trainer.train`."""
+
+    step: int
+    """Number of steps taken."""
+    trainer: TrainerState
+    """The trainer. Do not train, publish or save with it here: the other ranks do not."""
+    stop: Callable[[str], None]
+    """Ends the run after this step, for the reason given: a sentence. A checkpoint is saved. The
+    first callback that asks decides. Raises ConfigError at the end."""
+    save_checkpoint: Callable[[], None]
+    """Has a checkpoint of this step saved after all callbacks were called. Raises ConfigError
+    without a checkpointer, and at the end."""
+    stats: Mapping[str, float]
+    """Of a step, what was logged of it, with prefixed keys such as `train/loss`; only `train/step`
+    if it is not logged (`log_every`). Of an evaluation, its metrics: `eval/loss`. Else empty."""
+    batch: SAWBatch | None = None
+    """Of a step, the batch of this rank."""
+    checkpoint: Path | None = None
+    """Of a checkpoint, its folder."""
+    reason: str = ""
+    """Of the end, why: a sentence."""
+    is_interrupted: bool = False
+    """Of the end, whether an error or a request to stop, such as Ctrl-C, is its cause. The process
+    may be killed soon: wait for nothing."""
+
+
+class Callback:
+    """Base class. A subclass overrides what it needs; each method may be a coroutine function.
+
+    With several ranks, rank 0 alone calls it, and what it asks for holds for all of them. A
+    callback that raises is logged with its traceback, and the run goes on. Random generators keep
+    their state, so that a callback does not change the samples; tasks that it starts may.
+
+    >>> class Alarm(Callback):
+    ...     def on_step(self, event):
+    ...         if event.stats.get("train/kl_actor_policy", 0.0) > 0.5:
+    ...             event.stop("the policy is far from the sampler")
+    """
+
+    needs_checkpoints = False
+    """Whether a trainer without a checkpointer is refused."""
+    needs_full_checkpoints = False
+    """Whether one whose checkpoints have the layout `shallow` is refused too."""
+
+    @property
+    def watched_metric(self) -> str | None:
+        """The metric of evaluations without which it does nothing, so that a run without it is
+        refused. None if it needs none."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """Under which a checkpoint has its state. Two callbacks of a trainer have two names."""
+        return type(self).__name__
+
+    @property
+    def kept_steps(self) -> Collection[int]:
+        """Steps whose checkpoints must not be deleted. They do not count as `max_to_keep`."""
+        return ()
+
+    def on_step(self, event: TrainingEvent) -> Any:
+        """Called after each training step, before its checkpoint."""
+
+    def on_evaluation(self, event: TrainingEvent) -> Any:
+        """Called after each evaluation of the training loop."""
+
+    def on_checkpoint(self, event: TrainingEvent) -> Any:
+        """Called after each checkpoint that the training loop saved."""
+
+    def on_end(self, event: TrainingEvent) -> Any:
+        """Called when `Trainer.train` returns or fails. If there is a checkpointer, a checkpoint of
+        the last step is saved before, unless an error ended the run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next calls depend on, as JSON. It is saved in checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+
 
 KEY = "callbacks"
 """Under which a checkpoint has the states."""
@@ -45,7 +129,7 @@ class Callbacks:
     callbacks nothing is done.
 
     A stop is part of the checkpoint: a run that is killed at its end and resumed takes no step
-    either. `begin` with a later last step than the stopped run was to have goes on.
+    either. A `train` with a later last step than the stopped run was to have goes on.
 
     >>> # stopped at step 30 of train(100), and resumed there
     >>> await trainer.train(100 - trainer.current_step)  # until step 100: takes no step
@@ -58,11 +142,16 @@ class Callbacks:
         different ones."""
         self.callbacks = tuple(callbacks)
         self._run, self._save = run, save
-        at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: _list_names(self.callbacks))
-        with ranks.agree("comparing the callbacks of the ranks"):
-            _check(self.callbacks, run.checkpointer)
+        with ranks.agree("checking the callbacks"):
+            names = _check(self.callbacks, run.checkpointer)
             check_watched(self.callbacks, run.cfg.eval_every_n_steps if run.evaluator is not None else None)
-            _check_same(self.callbacks, at_rank_0)
+        at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: names)
+        with ranks.agree("comparing the callbacks of the ranks"):
+            if names != at_rank_0:
+                raise ConfigError(
+                    f"rank {ranks.rank()} has the callbacks {names}, and rank 0 {at_rank_0}; pass the same callbacks on all"
+                    " ranks: rank 0 alone calls them"
+                )
         self.stop: Stop | None = None
         """Why the run ended before its last step; None if no callback ended it."""
         self.saves = False
@@ -73,23 +162,18 @@ class Callbacks:
         """Whether `on_end` was called for this `train`."""
         self._protect_checkpoints()
 
-    def begin(self, last: int | None) -> None:
-        """Called before the first step. `last`: number of the last step. None means until the data
-        ends."""
-        self._last, self._has_ended = last, False
-        stop = self.stop
-        if stop is not None and last is not None and stop.of_steps is not None and last > stop.of_steps:
-            self.stop = None
-
     def forget_stop(self) -> None:
         """Let the run go on that a callback ended."""
         self.stop = None
 
     @asynccontextmanager
     async def until_end(self, last: int | None) -> AsyncIterator[None]:
-        """`begin`, and after the block a checkpoint of the last step and `on_end` of the callbacks;
-        `on_end` also if the block raises an error."""
-        self.begin(last)
+        """After the block, which takes the steps, a checkpoint of the last step and `on_end` of the
+        callbacks; `on_end` also if the block raises an error. `last`: number of the last step. None
+        means until the data ends."""
+        self._last, self._has_ended = last, False
+        if self.stop is not None and last is not None and self.stop.of_steps is not None and last > self.stop.of_steps:
+            self.stop = None
         try:
             yield
             if self.callbacks:
@@ -100,7 +184,16 @@ class Callbacks:
         except Exception as error:
             await self._end(_describe(error), is_interrupted=True)
             raise
-        await self._end(self._why_ended())
+        step, stopping = self._run.current_step, self._run.early_stopping
+        if self.stop is not None:
+            reason = self.stop.reason
+        elif stopping.stopped:
+            reason = f"{stopping.cfg.early_stopping_metric} did not improve"
+        elif last is not None and step >= last:
+            reason = f"step {step} was the last one"
+        else:
+            reason = f"there were no more batches after step {step}"
+        await self._end(reason)
 
     async def end_if_requested(self, error: BaseException) -> None:
         """After StopRequested, which all ranks raise: `on_end`, once a checkpoint is saved. Nothing
@@ -111,55 +204,35 @@ class Callbacks:
             finally:
                 await self._end(_describe(error), is_interrupted=True)
 
-    def _why_ended(self) -> str:
-        step, last = self._run.current_step, self._last
-        if self.stop is not None:
-            return self.stop.reason
-        if self._run.early_stopping.stopped:
-            return f"{self._run.early_stopping.cfg.early_stopping_metric} did not improve"
-        return (
-            f"step {step} was the last one"
-            if last is not None and step >= last
-            else f"there were no more batches after step {step}"
-        )
-
     async def _end(self, reason: str, *, is_interrupted: bool = False) -> None:
         """`on_end`, on rank 0 alone: after an error the other ranks may be anywhere."""
         if self._has_ended:
             return
         self._has_ended = True
         if self.callbacks and ranks.rank() == 0:
-            facts = {"reason": reason, "is_interrupted": is_interrupted}
-            await self._call("on_end", lambda callback: callback.on_end(self._event(callback, None, **facts)))
+            await self._call("on_end", None, reason=reason, is_interrupted=is_interrupted)
             self._protect_checkpoints()  # a save may follow
-
-    async def on_step(self, stats: Mapping[str, float], batch: SAWBatch) -> None:
-        await self._notify("on_step", stats=stats, batch=batch)
-
-    async def on_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """`metrics`: as the evaluator named them, from rank 0, which may be the only rank that has
-        them."""
-        await self._notify("on_evaluation", stats={eval_key(name): value for name, value in metrics.items()})
 
     async def on_checkpoint(self, folder: Path | None) -> None:
         """Called on all ranks after a checkpoint was saved, which then gets the states that this
         changed. `folder` is rank 0's."""
         before = self.state()
         asked = self.saves
-        await self._notify("on_checkpoint", checkpoint=folder)
+        await self.notify("on_checkpoint", checkpoint=folder)
         self.saves = asked  # it has just been saved
         changed = bool(self.callbacks) and ranks.ask_rank_0("comparing the states of callbacks", lambda: self.state() != before)
         if changed and self._run.checkpointer is not None:
             self._run.checkpointer.amend(self._run.current_step, self.state())
 
-    async def _notify(self, method: str, **facts: Any) -> None:
+    async def notify(self, method: str, **facts: Any) -> None:
+        """Call `method` of all callbacks, with these facts of its event, on rank 0, which may be
+        the only rank that has them. What they ask for holds on all ranks, which call this."""
         if not self.callbacks:
             return
-        doing = f"{method} of the callbacks at step {self._run.current_step}"
-        with ranks.rank_0_alone(doing) as shared:
+        with ranks.rank_0_alone(f"{method} of the callbacks at step {self._run.current_step}") as shared:
             if ranks.rank() == 0:
                 asked: list[dict[str, Any]] = []
-                await self._call(method, lambda callback: getattr(callback, method)(self._event(callback, asked, **facts)))
+                await self._call(method, asked, **facts)
                 shared.extend(asked)
         self._protect_checkpoints()
         for wish in shared:
@@ -169,9 +242,9 @@ class Callbacks:
                 self.stop = Stop(**wish["stop"])
                 logger.info("%s ends the run at step %d: %s", self.stop.callback, self.stop.step, self.stop.reason)
 
-    async def _call(self, method: str, call: Callable[[Callback], Any]) -> None:
+    async def _call(self, method: str, asked: list[dict[str, Any]] | None, **facts: Any) -> None:
         async def call_one(callback: Callback) -> None:
-            await await_if_needed(call(callback))
+            await await_if_needed(getattr(callback, method)(self._event(callback, asked, **facts)))
 
         for callback in self.callbacks:
             try:
@@ -202,13 +275,6 @@ class Callbacks:
         """Whether a checkpoint of this step was requested. The next call returns False."""
         asked, self.saves = self.saves, False
         return asked
-
-    async def end_if_stopped(self) -> bool:
-        """Whether a callback ends the run. If so, save a checkpoint of the last step."""
-        if self.stop is None:
-            return False
-        await self._save()
-        return True
 
     def _protect_checkpoints(self) -> None:
         """Have the checkpoints kept that callbacks need. One that fails to say keeps none."""
@@ -254,9 +320,9 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _list_names(callbacks: Sequence[Callback]) -> list[str]:
-    """Raises ConfigError for an object that is no callback, and for an `on_` method that is never
-    called."""
+def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None) -> list[str]:
+    """The names. Raises ConfigError for an object that is no callback, for an `on_` method that is
+    never called, for two of one name, and for one that needs other checkpoints than there are."""
     called = [name for name in dir(Callback) if name.startswith("on_")]
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -264,20 +330,7 @@ def _list_names(callbacks: Sequence[Callback]) -> list[str]:
         unknown = [name for name in dir(callback) if name.startswith("on_") and name not in called]
         if unknown:
             raise ConfigError(f"{type(callback).__name__}.{unknown[0]} is never called; a callback has {', '.join(called)}")
-    return [callback.name for callback in callbacks]
-
-
-def _check_same(callbacks: Sequence[Callback], at_rank_0: Sequence[str]) -> None:
-    names = _list_names(callbacks)
-    if names != list(at_rank_0):
-        raise ConfigError(
-            f"rank {ranks.rank()} has the callbacks {names}, and rank 0 {list(at_rank_0)}; pass the same callbacks on all"
-            " ranks: rank 0 alone calls them"
-        )
-
-
-def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None) -> None:
-    names = _list_names(callbacks)
+    names = [callback.name for callback in callbacks]
     for callback in callbacks:
         if names.count(callback.name) > 1:
             raise ConfigError(
@@ -287,6 +340,7 @@ def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None
             raise ConfigError(f"the callback {callback.name!r} needs checkpoints; pass checkpointer= or checkpoint_config=")
         if callback.needs_full_checkpoints and checkpointer is not None and checkpointer.cfg.layout == "shallow":
             raise ConfigError(f"the callback {callback.name!r} needs whole models, not layout=shallow; set layout=full")
+    return names
 
 
 def check_watched(callbacks: Sequence[Callback], every: int | None, *, measured: Sequence[str] | None = None) -> None:
