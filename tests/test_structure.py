@@ -43,7 +43,7 @@ PROTOCOLS = {
         ClosableLogger HasActorLogps ProblemList ReadsTokenIds Stateful SyncedLogger TakesWeights ToolContext""",
     "two or more of ours": """
         Addressed BatchSelection CompletesTokens End Engine EpochsParts GameText GroupLog Packing Place
-        RewardWeightsClient RowReader RunParts Running StoreText Transport WeightSource""",
+        RewardWeightsClient RowReader RunParts Running StoreText WeightSource""",
     "one of ours, of a higher layer": "HasTensors",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""

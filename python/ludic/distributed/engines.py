@@ -23,10 +23,10 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from ludic.distributed.push.engine_sessions import (
     CustomSession,
@@ -44,7 +44,6 @@ from ludic.inference.sglang import SGLangEndpoints
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 Policy = Literal["all", "any"] | int
 EngineAnswer = dict[str, Any]
@@ -61,9 +60,8 @@ class InferenceEngine(Protocol):
         ...
 
 
-class SGLangEngine:
-    """Makes an SGLang server load a checkpoint: it is paused meanwhile, and must then answer with
-    the version."""
+class _ServerEngine:
+    """A server that ludic knows."""
 
     def __init__(self, base_url: str, timeout: float = 300.0) -> None:
         """`timeout`: seconds that one sync may take on this server."""
@@ -74,7 +72,12 @@ class SGLangEngine:
         return (await sync_weights_to_engines([self], checkpoint_path, retries=0))[0]
 
 
-class VLLMEngine:
+class SGLangEngine(_ServerEngine):
+    """Makes an SGLang server load a checkpoint: it is paused meanwhile, and must then answer with
+    the version."""
+
+
+class VLLMEngine(_ServerEngine):
     """Makes a vLLM server load a checkpoint. The checkpoint is checked against the server's model,
     staged, loaded while the server is paused, and compared with the weights that the server then
     has."""
@@ -82,11 +85,8 @@ class VLLMEngine:
     def __init__(self, base_url: str, timeout: float = 300.0, *, partial: bool = False) -> None:
         """`timeout`: seconds that one sync may take on this server. `partial`: the checkpoint may
         omit frozen weights, whose values the server has."""
-        self.base_url, self.timeout, self.partial = base_url.rstrip("/"), timeout, partial
-
-    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Load the checkpoint. Raises PublishError with the server's answer."""
-        return (await sync_weights_to_engines([self], checkpoint_path, retries=0))[0]
+        super().__init__(base_url, timeout)
+        self.partial = partial
 
 
 async def update_sglang_weights_from_disk(base_url: str, checkpoint_path: str, *, timeout: float = 300.0) -> dict[str, Any]:
@@ -118,8 +118,14 @@ async def sync_weights_to_engines(
     _check_arguments(engines, str(checkpoint_path), policy, retries)
     needed = len(engines) if policy == "all" else 1 if policy == "any" else policy
     folder = resolve_folder(str(checkpoint_path))
-    sync = _Sync(engines, FolderVersion(folder, Path(folder).name), retries)
-    return await _complete_before_cancellation(sync.run(needed))
+    sync = asyncio.ensure_future(_Sync(engines, FolderVersion(folder, Path(folder).name), retries).run(needed))
+    try:
+        return await asyncio.shield(sync)
+    except asyncio.CancelledError:
+        await asyncio.wait([sync])
+        if not sync.cancelled() and sync.exception() is not None:
+            logger.error("the sync that was cancelled failed: %s", sync.exception())
+        raise
 
 
 def _check_arguments(engines: Sequence[InferenceEngine], checkpoint_path: str, policy: Policy, retries: int) -> None:
@@ -139,18 +145,6 @@ def _check_arguments(engines: Sequence[InferenceEngine], checkpoint_path: str, p
             raise ConfigTypeError(
                 f"{engine!r} is no engine; it needs `async def update_weights_from_checkpoint(self, path) -> dict`"
             )
-
-
-async def _complete_before_cancellation(sync: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that has its own deadlines. A cancellation is obeyed after it."""
-    task = asyncio.ensure_future(sync)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("the sync that was cancelled failed: %s", task.exception())
-        raise
 
 
 async def sync_returned_engines(engines: Sequence[InferenceEngine]) -> list[EngineAnswer | None]:
@@ -215,10 +209,10 @@ _synced = _SyncedVersions()
 
 def _open_session(engine: InferenceEngine, threads: Executor, fingerprints: _FolderFingerprints) -> EngineSession:
     before = _synced.get(engine)
-    own_method = type(engine).update_weights_from_checkpoint
-    if isinstance(engine, SGLangEngine) and own_method is SGLangEngine.update_weights_from_checkpoint:
+    is_server = type(engine).update_weights_from_checkpoint is _ServerEngine.update_weights_from_checkpoint
+    if is_server and isinstance(engine, SGLangEngine):
         return SGLangSession(SGLangEndpoints(engine.base_url), engine.timeout, before, threads)
-    if isinstance(engine, VLLMEngine) and own_method is VLLMEngine.update_weights_from_checkpoint:
+    if is_server and isinstance(engine, VLLMEngine):
         server, read = VllmEndpoints(engine.base_url), fingerprints.read
         return VllmSession(server, engine.timeout, before, threads, partial=engine.partial, read_fingerprints=read)
     return CustomSession(engine, before)

@@ -107,14 +107,17 @@ class LoraPublisher(Publisher):
         from ludic.models.lora import save_adapter
 
         folder = self._folders.fill(version, lambda new_folder: save_adapter(self.model, new_folder))
-        self._load(f"{self.name}@{version}", str(folder))
-        self._folder = folder
-
-    def _load(self, name: str, folder: str) -> None:
+        name = f"{self.name}@{version}"
         if name in self._loaded:  # the same version again, after a resume
             self._unload(name)
         check_first, self._in_sync = not self._in_sync, False
-        failures = run_on_all(self.servers, lambda server: self._load_on(server, name, folder, check_first=check_first))
+
+        def load(server: VllmEndpoints) -> None:
+            if check_first and name in server.models():  # loaded before a resume, or by a call that timed out
+                server.unload_adapter(name)
+            server.load_adapter(name, str(folder), timeout_s=self.timeout_s)
+
+        failures = run_on_all(self.servers, load)
         self._in_sync = not failures
         if failures:
             run_on_all([server for server in self.servers if server not in failures], lambda server: server.unload_adapter(name))
@@ -123,11 +126,7 @@ class LoraPublisher(Publisher):
                 f"{describe_failures(failures)}"
             ) from next(iter(failures.values()))
         self._loaded.append(name)
-
-    def _load_on(self, server: VllmEndpoints, name: str, folder: str, *, check_first: bool) -> None:
-        if check_first and name in server.models():  # loaded before a resume, or by a call that timed out
-            server.unload_adapter(name)
-        server.load_adapter(name, folder, timeout_s=self.timeout_s)
+        self._folder = folder
 
     def _unload(self, name: str) -> None:
         self._loaded.remove(name)

@@ -33,8 +33,9 @@ from ludic.distributed.push.manifest import (
     has_tied_head,
     rename_to_checkpoint,
 )
+from ludic.distributed.push.target import PushUrls
 from ludic.errors import PublishError, ServerUnreachableError
-from ludic.inference.publishing import Publisher, PushTarget, Version, WeightSource
+from ludic.inference.publishing import Publisher, Version, WeightSource
 from ludic.inference.servers.http import is_refused
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class SupervisedServers(Publisher):
         `is_stopped`, there are only `wait_s` left, for a push that goes on."""
 
         def make(url: str) -> VllmControlPlane:
-            return VllmControlPlane(ServerAddress(url, headers), timeout_s=answer_s, by_folder=True)
+            return VllmControlPlane(PushUrls([url], headers), timeout_s=answer_s, by_folder=True)
 
         self._client, self._find_end, self._is_stopped, self._clock = client, find_end, is_stopped, clock
         self._timeout_s, self._answer_s, self._wait_s = timeout_s, answer_s, wait_s
@@ -276,18 +277,6 @@ class NoAddressError(ServerUnreachableError):
 
 class HangsError(PublishError):
     """Servers that have not answered yet."""
-
-
-class ServerAddress(PushTarget):
-    """One server, whose requests may need its secret."""
-
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        self.server_urls = [url]
-        self._headers = headers
-
-    @property
-    def request_headers(self) -> Mapping[str, str]:
-        return self._headers
 
 
 class ServerLife:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.distributed.interfaces import WeightMetadata
+from ludic.distributed.interfaces import WeightMetadata, describe_weights
 from ludic.errors import ConfigError, PublishError, shorten_names
 from ludic.files.folders import delete_folder, replace_folder
 from ludic.inference.publishing import WeightSource
@@ -80,11 +80,7 @@ def cast_to_server(weights: Mapping[str, Tensor], manifest: ServerManifest, *, p
     import torch
 
     weights = drop_tied_head(weights, manifest)
-    check_fit(
-        [{"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)} for name, tensor in weights.items()],
-        manifest,
-        partial=partial,
-    )
+    check_fit(describe_weights(weights), manifest, partial=partial)
     return {name: weights[name].detach().to(getattr(torch, manifest.weights[name][1])).contiguous() for name in sorted(weights)}
 
 
@@ -94,11 +90,7 @@ class StreamToServer:
 
     def __init__(self, weights: WeightSource, manifest: ServerManifest, *, partial: bool) -> None:
         self._weights, self._manifest = weights, manifest
-        check_fit(
-            [{"name": name, "dtype": str(like.dtype), "shape": list(like.shape)} for name, like in self._renamed().items()],
-            manifest,
-            partial=partial,
-        )
+        check_fit(describe_weights(self._renamed()), manifest, partial=partial)
 
     def _renamed(self) -> dict[str, Tensor]:
         return rename_to_checkpoint(self._weights.describe())
@@ -224,18 +216,13 @@ class VersionFolders:
         if target.parent != self.root:
             raise ConfigError(f"version ({version}) must be a valid folder name, without slashes")
         with replace_folder(target) as folder:
-            self._copy_model_files(folder)
+            copied = [] if self.model is None else [path for pattern in MODEL_FILES for path in self.model.glob(pattern)]
+            for path in copied:
+                if not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, folder / path.name)
             write(folder)
         self._written = [*(path for path in self._written if path != target), target]
         return target
-
-    def _copy_model_files(self, folder: Path) -> None:
-        if self.model is None:
-            return
-        for pattern in MODEL_FILES:
-            for path in self.model.glob(pattern):
-                if not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, folder / path.name)
 
     def prune(self, served: Path) -> None:
         """Delete the oldest versions that this process wrote until `keep` are left, but never the
