@@ -163,10 +163,7 @@ class SGLangClient(PushTarget):
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
             return _read_trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size)
 
-        def send() -> Any:
-            return self._pool.send(once)
-
-        trace, info = await self._retries.run(send, name=", ".join(self.server_urls))
+        trace, info = await self._retries.run(lambda: self._pool.send(once), name=", ".join(self.server_urls))
         version = version_number(info["weight_version"])
         return trace, {**info, "policy_version": self._version if version is None else version}
 

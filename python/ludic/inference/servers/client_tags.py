@@ -103,7 +103,13 @@ class ClientTag:
                 raise self._error(f"all {len(payload[name])} {name} have another client_tag than {self.tag!r}")
             filtered[name] = groups
         if not seen:
-            self._record_untagged()
+            if self.policy == "require_echo":
+                raise self._error(
+                    "the response has no client_tag. A shared server must echo it: start it with --middleware "
+                    "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
+                    "client_tag_policy='lenient' if no other client uses the server"
+                )
+            self.counts.untagged += 1
         return filtered
 
     def _own_groups(self, groups: list[Any], root: str | None) -> tuple[list[Any], bool]:
@@ -126,15 +132,6 @@ class ClientTag:
             own.append(group)
         return own, seen
 
-    def _record_untagged(self) -> None:
-        if self.policy == "require_echo":
-            raise self._error(
-                "the response has no client_tag. A shared server must echo it: start it with --middleware "
-                "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
-                "client_tag_policy='lenient' if no other client uses the server"
-            )
-        self.counts.untagged += 1
-
     def _error(self, message: str) -> ClientTagError:
         self.counts.errors += 1
         return ClientTagError(message)
@@ -142,9 +139,6 @@ class ClientTag:
 
 def _first_value(env: Mapping[str, str], *names: str) -> str | None:
     return next((env[name] for name in names if env.get(name, "").strip()), None)
-
-
-SIZES = ("WORLD_SIZE", "SLURM_NTASKS")
 
 
 def shared_server_settings(
@@ -161,7 +155,7 @@ def shared_server_settings(
     """
     env = os.environ if environment is None else environment
     tag = resolve_client_tag(client_tag, env)
-    ranks = max((_number(env, name, int, 1) for name in SIZES), default=1)
+    ranks = max(_number(env, name, int, 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
     return {
         "client_tag": tag,
         "client_tag_policy": "require_echo" if tag is not None and ranks > 1 else "lenient",

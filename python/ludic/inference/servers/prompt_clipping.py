@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ludic.errors import ConfigError
 from ludic.types import Message
@@ -49,7 +49,6 @@ class PromptClipper:
     limit: int | None
     clipped: int = 0
     """Prompts that were cut."""
-    _warned: bool = field(default=False, repr=False)
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
         """Cut the excess characters from the ends of user messages, beginning with the longest
@@ -67,15 +66,11 @@ class PromptClipper:
             excess -= removed
             if not excess:
                 break
-        self._count(sum(lengths))
-        return clipped
-
-    def _count(self, length: int) -> None:
         self.clipped += 1
-        if not self._warned:
-            self._warned = True
+        if self.clipped == 1:
             logger.warning(
                 "a prompt of %d characters was cut to %d; set MAX_PROMPT_CHARS higher, or 0 for no limit (logged once)",
-                length,
+                sum(lengths),
                 self.limit,
             )
+        return clipped

@@ -65,14 +65,10 @@ def secret_headers(url: str, environment: Mapping[str, str] | None = None) -> di
     """The headers of a request that may change what the server at `url` serves: the secret of
     `LUDIC_SERVER_SECRET`, else the one of the server at this port of this machine, else none."""
     env = os.environ if environment is None else environment
-    secret = env.get(VARIABLE) or _read_stored_secret(url)
+    secret, parts = env.get(VARIABLE), urlsplit(url)
+    if not secret and is_loopback_host(parts.hostname or "") and parts.port:
+        secret = _read_private(secret_file(parts.port))
     return {HEADER: secret} if secret else {}
-
-
-def _read_stored_secret(url: str) -> str | None:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return _read_private(secret_file(parts.port)) if is_loopback_host(host) and parts.port else None
 
 
 def _read_private(path: Path) -> str | None:

@@ -26,9 +26,8 @@ from ludic.inference.vllm.completions import (
 )
 from ludic.inference.vllm.requests import ContextRoom, TokenRequest, extension_fields
 from ludic.inference.vllm.responses import ResponseReader
-from ludic.inference.vllm.server_queries import server_url
+from ludic.inference.vllm.server_queries import reset_prefix_cache, server_url
 from ludic.inference.vllm.servers import VLLMServers
-from ludic.inference.vllm.weight_push import make_publisher
 from ludic.types import TokenTrace
 
 if TYPE_CHECKING:
@@ -182,7 +181,8 @@ class VLLMChatClient(PushTarget):
     async def probe(self) -> dict[str, bool]:
         """Ask every server for one token. Drains dead servers and undrains those that have
         recovered. Returns whether each URL is alive."""
-        return await self._servers.probe()
+        pool = self._servers.pool
+        return {server.url: await pool.probe(server) for server in pool.servers}
 
     def metrics(self) -> dict[str, int]:
         """Counts since the client was made: requests and failures of each server; moved, aborted
@@ -251,11 +251,11 @@ class VLLMChatClient(PushTarget):
             raise ConfigError(
                 "servers that are restarted need a client with tokenizer=: only then do answers say which weights they are of"
             )
-        self._servers.follow_restarts(restarts)
+        self._servers.pool.restarts = restarts
 
     def require_version(self, version: int) -> None:
         """Take answers of this version and later ones from now on (`follow_restarts`)."""
-        self._servers.require_version(version)
+        self._servers.version = version
 
     async def has_version(self, version: int) -> bool:
         """Whether a server has this version of the weights, or a later one."""
@@ -283,8 +283,23 @@ class VLLMChatClient(PushTarget):
 
     def reset_prefix_cache(self) -> None:
         """Empty every server's prefix cache. Raises InferenceError if that fails."""
-        self._servers.reset_prefix_cache()
+        for server in self._servers.pool.servers:
+            reset_prefix_cache(server.request_headers, server.url)
 
     def get_num_background_tasks(self) -> int:
         """Always 0: a push is over when it returns."""
         return 0
+
+
+def make_publisher(
+    servers: PushTarget | Sequence[str], *, timeout_s: float, settings: Mapping[str, Any], **more: Any
+) -> Publisher:
+    """A publisher with which a client pushes weights to its own servers.
+
+    `settings` are the user's keywords, which override the defaults. Weights that did not change are
+    pushed as well, because the caller of `sync_weights` decides when to push. This is the only
+    import from `ludic.inference` up to `ludic.distributed`: `sync_weights` is a documented method.
+    """
+    from ludic.distributed.adapters.vllm import create_vllm_publisher
+
+    return create_vllm_publisher(servers, **more, **{"timeout_s": timeout_s, "allow_unchanged": True, **settings})

@@ -16,7 +16,7 @@ sequence, which is text or token ids. Surprises of vLLM 0.32.0:
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, field
@@ -38,8 +38,8 @@ from ludic.inference.servers.answers import ModelList, WeightInfo, version_numbe
 from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
 from ludic.inference.servers.http import convert_answer, run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.vllm.client import make_publisher
 from ludic.inference.vllm.server_queries import server_url
-from ludic.inference.vllm.weight_push import make_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +125,11 @@ class VLLMScoringClient:
         self._check_request(request)
         logits: dict[int, list[float]] = {}
         answers, bodies, usages = [], [], []
-        for positions in _group_by_kind(request.inputs):
+        # A request takes only texts or only token ids: ["a", (1, 2), "b"] makes [[0, 2], [1]].
+        for is_text in (True, False):
+            positions = [position for position, value in enumerate(request.inputs) if isinstance(value, str) is is_text]
+            if not positions:
+                continue
             body = self._body(request, [request.inputs[position] for position in positions])
             answer = await self._call("/classify", dict[str, Any], body)
             scored = convert_answer(answer, _Scores, self.url)
@@ -162,7 +166,12 @@ class VLLMScoringClient:
 
     def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """`score` for synchronous code."""
-        return run_blocking(self._run_and_close(self.score(request)))
+
+        async def score_and_close() -> tuple[ScoringResponse, dict[str, Any]]:
+            async with self:
+                return await self.score(request)
+
+        return run_blocking(score_and_close())
 
     async def get_reward_model_version(self) -> int:
         """The version of the weights, 0 before the first push. Raises InferenceError if the
@@ -260,30 +269,17 @@ class VLLMScoringClient:
             try:
                 return (await (server.get(path) if body is None else server.post(path, body))).read(kind)
             except ServerError as error:
-                raise _translate_error(error) from error
+                if error.status in REFUSED_STATUS:
+                    raise DataError(f"the input was refused: {error}") from error
+                if is_missing_endpoint(error):  # the server may lack the endpoint, or only the model
+                    raise InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?") from error
+                raise
 
         return await self._retries.run(lambda: self._pool.send(once), name=f"{self.url}{path}")
 
     async def _probe(self, server: Server) -> None:
         """Score one token. Raises an error if that fails."""
         await server.probe("/classify", {"input": [[0]], "use_activation": False})
-
-    async def _run_and_close(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await work
-        finally:
-            await self.aclose()
-
-
-def _group_by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
-    """The positions of the texts and the positions of the token ids, because a request takes only
-    one kind.
-
-    `["a", (1, 2), "b"]` -> `[[0, 2], [1]]`.
-    """
-    texts = [position for position, value in enumerate(inputs) if isinstance(value, str)]
-    ids = [position for position, value in enumerate(inputs) if not isinstance(value, str)]
-    return [positions for positions in (texts, ids) if positions]
 
 
 def _read_logits(answer: _Scores, expected: int, n_labels: int, url: str) -> list[list[float]]:
@@ -316,13 +312,3 @@ def _apply_activation(row: Sequence[float]) -> list[float]:
     largest = max(row)
     powers = [math.exp(number - largest) for number in row]
     return [power / math.fsum(powers) for power in powers]
-
-
-def _translate_error(error: ServerError) -> Exception:
-    """The error for a failed call: DataError for a refused input, and a hint for a server that
-    lacks the endpoint (but not for one that lacks the model)."""
-    if error.status in REFUSED_STATUS:
-        return DataError(f"the input was refused: {error}")
-    if is_missing_endpoint(error):
-        return InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?")
-    return error

@@ -147,9 +147,9 @@ async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
     return sum(counts) if counts else None
 
 
-def reset_prefix_cache(http: BlockingHttp, url: str) -> None:
+def reset_prefix_cache(headers: Mapping[str, str], url: str) -> None:
     """Empty a server's prefix cache. Raises InferenceError if that fails."""
-    response = http.request(
+    response = BlockingHttp(headers).request(
         "POST",
         f"{url}/reset_prefix_cache",
         headers=secret_headers(url),

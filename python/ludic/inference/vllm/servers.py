@@ -9,21 +9,21 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ludic.errors import InferenceError, ServerError
+from ludic.errors import InferenceError
 from ludic.inference.servers.answers import is_at_least, version_number
-from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError, is_missing_endpoint
-from ludic.inference.servers.http import BlockingHttp, HttpResponse, run_blocking
-from ludic.inference.servers.pool import Restarts, Server, ServerPool
+from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError
+from ludic.inference.servers.http import run_blocking
+from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.server_queries import (
     read_progress,
     read_served,
     read_version,
-    reset_prefix_cache,
     wait_for_servers,
 )
 
 T = TypeVar("T")
 
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 VERSION_AGE_S = 1.0
 """How long a version that was read is used for requests to endpoints that do not report it."""
 
@@ -46,7 +46,12 @@ class VLLMServers:
         self.urls = list(urls)
         self._retries = retries
         servers = [Server(url, api_key, retries.timeout_s, headers=dict(headers)) for url in urls]
-        self.pool = ServerPool(servers, probe=self._probe, progress=self._read_progress, silence_s=silence_s)
+        self.pool = ServerPool(
+            servers,
+            probe=self._probe,
+            progress=lambda server: read_progress(server.request_headers, server.url),
+            silence_s=silence_s,
+        )
         self.request_headers = servers[0].request_headers
         """Sent with every request, the key included."""
         self.aborted = 0
@@ -61,7 +66,8 @@ class VLLMServers:
 
     async def send(self, call: Callable[[Server], Awaitable[T]], *, reports_version: bool) -> tuple[T, int]:
         """Return what `call` returns at a live server, and the version served before it. Unless
-        the response `reports_version`, that version is read first."""
+        the response `reports_version`, that version is read first, at most once in
+        `VERSION_AGE_S`."""
 
         async def counting_aborts(server: Server) -> T:
             try:
@@ -71,18 +77,18 @@ class VLLMServers:
                 raise
 
         async def attempt() -> tuple[T, int]:
-            version = self.version if reports_version else await self._recent_version()
+            if not reports_version and time.monotonic() - self._version_read_at > VERSION_AGE_S:
+                self._version_read_at = time.monotonic()
+                await self.read_version()
+            version = self.version
             return await self.pool.send(counting_aborts), version
 
         return await self._retries.run(attempt, name=self.name)
 
-    def follow_restarts(self, restarts: Restarts) -> None:
-        """Take answers only of versions that were published, and are no older than `version` was at
-        the request. A server with others is drained until it has been given the newest."""
-        self.pool.restarts = restarts
-
     def check_served(self, server: Server, spans: Sequence[Mapping[str, Any]], least: int) -> None:
-        """Raise StaleWeightsError for an answer of another version than `follow_restarts` allows.
+        """If servers are restarted, raise StaleWeightsError for an answer of a version that was not
+        published, or is older than `least`, the version at the request. The server is then drained
+        until it has been given the newest.
 
         A server that was restarted says `default`, whatever weights it has, until a push has loaded
         others: with the answer itself it says that nothing has been published to it since it
@@ -94,10 +100,6 @@ class VLLMServers:
                 f"{server.url} samples with version {stale[0]} of the weights, not with {least} or a later one; it was restarted, or "
                 "missed a push"
             )
-
-    def require_version(self, version: int) -> None:
-        """Take answers of this version and later ones from now on."""
-        self.version = version
 
     async def has_version(self, version: int) -> bool:
         """Whether a server has this version, or a later one."""
@@ -120,22 +122,6 @@ class VLLMServers:
             self.version, self._version_read_at = number, time.monotonic()
         self.pool.drain_lost(lost)
 
-    async def probe(self) -> dict[str, bool]:
-        """Ask every server for one token. Returns whether each URL is alive."""
-        return {server.url: await self.pool.probe(server) for server in self.pool.servers}
-
-    def reset_prefix_cache(self) -> None:
-        """Empty every server's prefix cache. Raises InferenceError if that fails."""
-        for server in self.pool.servers:
-            reset_prefix_cache(BlockingHttp(server.request_headers), server.url)
-
-    async def _recent_version(self) -> int:
-        """The current version or an older one, read at most once in `VERSION_AGE_S`."""
-        if time.monotonic() - self._version_read_at > VERSION_AGE_S:
-            self._version_read_at = time.monotonic()
-            await self.read_version()
-        return self.version
-
     async def _probe(self, server: Server) -> None:
         """Sample one token. Raises InferenceError if that fails, or if the server came back with
         older weights."""
@@ -148,32 +134,3 @@ class VLLMServers:
         version = await read_version(server.request_headers, server.url)
         if self.version and (version is None or version < self.version):
             raise InferenceError(f"it serves version {version} of the weights and not {self.version}; push to it first")
-
-    async def _read_progress(self, server: Server) -> float | None:
-        return await read_progress(server.request_headers, server.url)
-
-
-GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
-
-
-class TokenEndpoints:
-    """Finds out with the first request which endpoint each server has."""
-
-    def __init__(self) -> None:
-        self.without_generate: set[str] = set()
-        """URLs of servers that have only `/v1/completions`, which does not report the weight
-        version."""
-
-    async def post(
-        self, server: Server, generate: dict[str, Any], completions: dict[str, Any], headers: Mapping[str, str] | None
-    ) -> HttpResponse:
-        """Post the body that fits the server's endpoint: `generate` or `completions`, which are the
-        same request. Raises InferenceError."""
-        if server.url not in self.without_generate:
-            try:
-                return await server.post(GENERATE, generate, headers=headers)
-            except ServerError as error:
-                if not is_missing_endpoint(error):
-                    raise
-                self.without_generate.add(server.url)
-        return await server.post(COMPLETIONS, completions, headers=headers)
