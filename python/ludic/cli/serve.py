@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any, Literal, cast
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.servers.server_secret import VARIABLE, is_loopback_host, secret_file
 from ludic.inference.vllm.in_server.flags import WeightBackend
+from ludic.inference.vllm.in_server.secret import VARIABLE, is_loopback_host, secret_file
 from ludic.inference.vllm.launch import (
     LogprobsMode,
     is_cpu_build,

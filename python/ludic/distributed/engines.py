@@ -157,11 +157,11 @@ async def sync_returned_engines(engines: Sequence[InferenceEngine]) -> list[Engi
 
 
 async def _sync_if_returned(engine: InferenceEngine) -> EngineAnswer | None:
-    synced = _synced.get(engine)
-    if synced is None:
+    if id(engine) not in _synced:
         return None
+    synced, was_reached = _synced[id(engine)]
     try:
-        if _synced.was_reached(engine) and await _has_version(engine, synced.version):
+        if was_reached and await _has_version(engine, synced.version):
             return None
         return (await sync_weights_to_engines([engine], synced.folder, retries=0))[0]
     except PublishError as error:
@@ -182,33 +182,26 @@ async def _has_version(engine: InferenceEngine, version: str) -> bool:
     return session.error is None and session.held == version
 
 
-class _SyncedVersions:
-    """The version that each engine was synced to last, for as long as the engine exists."""
-
-    def __init__(self) -> None:
-        self._versions: dict[int, tuple[FolderVersion, bool]] = {}
-
-    def get(self, engine: object) -> FolderVersion | None:
-        return self._versions[id(engine)][0] if id(engine) in self._versions else None
-
-    def was_reached(self, engine: object) -> bool:
-        """Whether the engine took part in the sync of its version with success."""
-        return id(engine) in self._versions and self._versions[id(engine)][1]
-
-    def set(self, engine: object, version: FolderVersion, *, reached: bool) -> None:
-        if id(engine) not in self._versions:
-            try:
-                weakref.finalize(engine, self._versions.pop, id(engine), None)
-            except TypeError:  # an object that cannot be observed: its id may come back as another's
-                return
-        self._versions[id(engine)] = version, reached
+_synced: dict[int, tuple[FolderVersion, bool]] = {}
+"""Id of an engine, for as long as it exists -> the version that it was synced to last, and whether
+it took part with success."""
 
 
-_synced = _SyncedVersions()
+def _get_synced(engine: object) -> FolderVersion | None:
+    return _synced[id(engine)][0] if id(engine) in _synced else None
+
+
+def _set_synced(engine: object, version: FolderVersion, *, reached: bool) -> None:
+    if id(engine) not in _synced:
+        try:
+            weakref.finalize(engine, _synced.pop, id(engine), None)
+        except TypeError:  # an object that cannot be observed: its id may come back as another's
+            return
+    _synced[id(engine)] = version, reached
 
 
 def _open_session(engine: InferenceEngine, threads: Executor, fingerprints: _FolderFingerprints) -> EngineSession:
-    before = _synced.get(engine)
+    before = _get_synced(engine)
     is_server = type(engine).update_weights_from_checkpoint is _ServerEngine.update_weights_from_checkpoint
     if is_server and isinstance(engine, SGLangEngine):
         return SGLangSession(SGLangEndpoints(engine.base_url), engine.timeout, before, threads)
@@ -240,7 +233,7 @@ class _Sync:
         finally:
             self._threads.shutdown(wait=False)
         for engine, session in zip(self._engines, self._sessions, strict=True):
-            _synced.set(engine, self._target, reached=session not in failed)
+            _set_synced(engine, self._target, reached=session not in failed)
         if failed:
             logger.error("%s", self._describe(f"version {self._target.version} is not on all engines"))
         return [self._answer(session) for session in self._sessions]
@@ -257,8 +250,8 @@ class _Sync:
         taken_back = f"{total - count} other engines failed, so version {self._target.version} was withdrawn"
         await asyncio.gather(*(session.go_back(taken_back) for session in self._sessions))
         for engine, session in zip(self._engines, self._sessions, strict=True):
-            if (before := _synced.get(engine)) is not None:
-                _synced.set(engine, before, reached=session.serves == before.version)
+            if (before := _get_synced(engine)) is not None:
+                _set_synced(engine, before, reached=session.serves == before.version)
         kind = PublishTimeoutError if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError
         message = self._describe(f"{total - count} of {total} engines did not load {self._target.folder}")
         raise kind(message, answers=[self._answer(session) for session in self._sessions]) from causes[0]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, describe_weights
 from ludic.errors import PublishError
-from ludic.inference.publishing import Publisher, Version, WeightSource, as_publisher
+from ludic.inference.publishing import Publisher, Version, Weights, WeightSource, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class BroadcastPolicyPublisher(Publisher):
         self.comm = comm
         self.src_rank = src_rank
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         weights = dict(sorted(state_dict.items()))
         self._broadcast(weights, weights.items(), version)
 
@@ -40,7 +40,7 @@ class BroadcastPolicyPublisher(Publisher):
         """Broadcast the tensors in the order in which they are gathered; each is dropped then."""
         self._broadcast(weights.describe(), weights, version)
 
-    def _broadcast(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], version: Version) -> None:
+    def _broadcast(self, described: Weights, weights: Iterable[tuple[str, Tensor]], version: Version) -> None:
         try:
             self.control.announce_update_batch(describe_weights(described), version=version)
             for _, tensor in weights:
@@ -63,7 +63,7 @@ class Rank0OnlyPublisher(Publisher):
         self._inner: Publisher | None = None
         self._change_expected = True
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
+    def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None:
         inner = self._inner_of_rank_0()
         return None if inner is None else inner.publish(state_dict, version=version)
 

@@ -142,7 +142,7 @@ def _check_head_dim(model: Any) -> None:
 def _check_servers(urls: list[str]) -> None:
     """Raise `ConfigError` for a server that does not answer now, before the warm-up."""
     from ludic.inference.vllm.endpoints import VllmEndpoints
-    from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S, server_url
+    from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S, server_url
 
     for url in urls:
         try:

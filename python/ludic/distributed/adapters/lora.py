@@ -8,7 +8,6 @@ nothing stale.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,11 @@ from ludic.distributed.push.fan_out import describe_failures, run_on_all
 from ludic.distributed.push.manifest import VersionFolders
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import ConfigError, PublishError
-from ludic.inference.publishing import Publisher, Version
+from ludic.inference.publishing import Publisher, Version, Weights
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,6 @@ class LoraPublisher(Publisher):
         `name` is the value of `model` in requests."""
         from ludic.models.sharding import is_sharded
 
-        if keep < 1:
-            raise ConfigError(f"keep ({keep}) must be >= 1: the version that is served must stay loaded")
         if is_sharded(model):
             raise ConfigError(
                 "rank 0 alone publishes, and the adapters of a sharded model are shared out over all ranks; publish merged weights "
@@ -72,7 +69,7 @@ class LoraPublisher(Publisher):
         """The name of the newest version at the servers. None before the first push."""
         return self._loaded[-1] if self._loaded else None
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         """Load the model's adapters as `<name>@<version>` on all servers or on none. They are read
         from the model, because `state_dict` has them merged. Adapters that did not change keep
         their name."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.control_plane import VllmControlPlane
@@ -35,11 +35,8 @@ from ludic.distributed.push.manifest import (
 )
 from ludic.distributed.push.target import PushUrls
 from ludic.errors import PublishError, ServerUnreachableError
-from ludic.inference.publishing import Publisher, Version, WeightSource
+from ludic.inference.publishing import Publisher, Version, Weights, WeightSource
 from ludic.inference.servers.http import is_refused
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -96,26 +93,23 @@ class SupervisedServers(Publisher):
         self._manifest: ServerManifest | None = None
         self._seconds = 0.0
 
-    async def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    async def publish(self, state_dict: Weights, version: Version = None) -> None:
         await asyncio.to_thread(self._publish, state_dict, version)
 
     async def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
-        await asyncio.to_thread(self._publish_stream, weights, version)
+        await asyncio.to_thread(self._publish, weights, version)
 
-    def _publish(self, state_dict: Mapping[str, Tensor], version: Version) -> None:
+    def _publish(self, weights: Weights | WeightSource, version: Version) -> None:
         with self._lock:
             manifest = self._read_manifest()
-            weights = cast_to_server(rename_to_checkpoint(state_dict), manifest, partial=False)
-            self._serve(self._folders.write(weights, version), version, manifest)
-
-    def _publish_stream(self, weights: WeightSource, version: Version) -> None:
-        with self._lock:
-            manifest = self._read_manifest()
-            if not has_tied_head(weights, manifest):
+            if not isinstance(weights, Mapping) and has_tied_head(weights, manifest):
+                weights = dict(weights)
+            if isinstance(weights, Mapping):
+                cast = cast_to_server(rename_to_checkpoint(weights), manifest, partial=False)
+                folder = self._folders.write(cast, version)
+            else:
                 folder = self._folders.write_stream(StreamToServer(weights, manifest, partial=False), version)
-                self._serve(folder, version, manifest)
-                return
-        self._publish(dict(weights), version)
+            self._serve(folder, version, manifest)
 
     def _read_manifest(self) -> ServerManifest:
         """What the servers' model consists of, from the first that answers."""

@@ -36,7 +36,7 @@ from ludic.distributed.push.manifest import (
 )
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import PublishError
-from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, WeightSource, as_publisher
+from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, Weights, WeightSource, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ class VllmPublisher(Publisher):
         self.debug = debug
         self.unchanged = UnchangedWeights("weights", allowed=allow_unchanged)
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
         renamed = _checkpoint_weights(state_dict, debug=self.debug)
@@ -110,7 +110,7 @@ class VllmPublisher(Publisher):
         fingerprints = {name: tensor_fingerprint(tensor) for name, tensor in cast}
         self._publish(fingerprints, version, manifest, cast)
 
-    def _send(self, weights: Mapping[str, Tensor] | StreamToServer, version: Version) -> None:
+    def _send(self, weights: Weights | StreamToServer, version: Version) -> None:
         if self.folders is not None:
             if isinstance(weights, StreamToServer):
                 folder = self.folders.write_stream(weights, version)
@@ -130,7 +130,7 @@ class VllmPublisher(Publisher):
         fingerprints: Mapping[str, str],
         version: Version,
         manifest: ServerManifest,
-        weights: Mapping[str, Tensor] | StreamToServer,
+        weights: Weights | StreamToServer,
     ) -> None:
         start = time.perf_counter()
 
@@ -169,7 +169,7 @@ class VllmPublisherAdapter(Publisher):
         self.inner = as_publisher(inner)
         self.debug = debug
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         start = time.perf_counter()
         self.inner.publish(_checkpoint_weights(state_dict, debug=self.debug), version=version)
         if self.debug:
@@ -186,7 +186,7 @@ class VllmPublisherAdapter(Publisher):
         return self.inner.timings
 
 
-def _checkpoint_weights(state_dict: Mapping[str, Tensor], *, debug: bool) -> dict[str, Tensor]:
+def _checkpoint_weights(state_dict: Weights, *, debug: bool) -> dict[str, Tensor]:
     """The weights under their names in the checkpoint. Layers are not fused here: the server does
     that when it loads them."""
     renamed = rename_to_checkpoint(state_dict)

@@ -336,7 +336,8 @@ class VllmSession(ServerSession):
         self.changed = True
         self._link.commit(version, sent, served)
         self.answer = {"message": f"{version} is served"}
-        self.fingerprint = _digest(served)
+        text = "\n".join(f"{name} {served[name]}" for name in sorted(served))  # one fingerprint for all weights
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _open(self) -> None:
         assert self._staged is not None
@@ -364,12 +365,6 @@ class VllmSession(ServerSession):
             if self.changed and self.serves is None and not hung:
                 await self._in_thread(self._put_aside)
             raise
-
-
-def _digest(fingerprints: Mapping[str, str]) -> str:
-    """One fingerprint for all weights."""
-    text = "\n".join(f"{name} {fingerprints[name]}" for name in sorted(fingerprints))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def resolve_folder(path: str) -> str:

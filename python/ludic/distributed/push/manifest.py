@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ludic.distributed.interfaces import WeightMetadata, describe_weights
 from ludic.errors import ConfigError, PublishError, shorten_names
 from ludic.files.folders import delete_folder, replace_folder
-from ludic.inference.publishing import WeightSource
+from ludic.inference.publishing import Weights, WeightSource
 from ludic.models.names import REPLACED_PART, is_adapter, strip_peft_parts
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ServerManifest:
         return cls(str(answer["dtype"]), tied, weights)
 
 
-def rename_to_checkpoint(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rename_to_checkpoint(state_dict: Weights) -> dict[str, Tensor]:
     """The weights under their names in the checkpoint, without the prefixes that wrappers add.
 
     Adapters are left out; the weights into which they are merged stay. Examples:
@@ -74,7 +74,7 @@ def find_checkpoint_name(name: str) -> str | None:
     return f"model.{name}" if name.startswith("layers.") else name
 
 
-def cast_to_server(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: bool) -> dict[str, Tensor]:
+def cast_to_server(weights: Weights, manifest: ServerManifest, *, partial: bool) -> dict[str, Tensor]:
     """The weights in the server's dtypes, sorted by name. Raises PublishError for weights that do
     not fit."""
     import torch
@@ -116,7 +116,7 @@ def has_tied_head(weights: WeightSource, manifest: ServerManifest) -> bool:
     return manifest.tied and HEAD in rename_to_checkpoint(weights.describe())
 
 
-def drop_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:
+def drop_tied_head(weights: Weights, manifest: ServerManifest) -> Weights:
     """Drop the head if the server ties it to the embedding. Raises PublishError if the two
     differ."""
     if not manifest.tied or HEAD not in weights:
@@ -190,7 +190,7 @@ class VersionFolders:
             raise ConfigError(f"{self.model} has no config.json; give the folder of the model that is served")
         self._written: list[Path] = []
 
-    def write(self, weights: Mapping[str, Tensor], version: str | int | None) -> Path:
+    def write(self, weights: Weights, version: str | int | None) -> Path:
         """Write the folder of this version, and return it. A folder of the same version is
         replaced."""
         from safetensors.torch import save_file

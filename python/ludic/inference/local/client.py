@@ -256,14 +256,26 @@ class LocalChatClient:
                 prompt = next(encoded) if isinstance(job.prompt, Dialogue) else job.prompt
                 if isinstance(prompt, Exception):
                     raise prompt
-                requests[i] = self._request(job, prompt, bounds)
+                room = bounds.room(prompt)
+                requests[i] = DecodeRequest(
+                    prompt_ids=prompt,
+                    sampling=job.sampling,
+                    limit=job.sampling.max_tokens if room is None else min(room, job.sampling.max_tokens),
+                    seed=job.seed,
+                    contains_stop=_make_stop_test(self.tokenizer, job.stops) if job.stops else None,
+                    is_abandoned=job.result.done,
+                    episode=job.episode,
+                )
             except Exception as error:
                 results[i] = _as_inference_error(error)
         if requests:
             completions = decode(
                 self.model, list(requests.values()), eos_ids=self._eos_ids, pad_id=self._pad_id, prefixes=self._prefixes
             )
-            texts = self._decode_texts(completions)
+            without_ends = [
+                c.token_ids[:-1] if c.token_ids and c.token_ids[-1] in self._eos_ids else c.token_ids for c in completions
+            ]
+            texts = self.tokenizer.batch_decode(without_ends, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for i, completion, text in zip(requests, completions, texts, strict=True):
                 if all(map(math.isfinite, completion.logprobs)):
                     results[i] = _Result(requests[i].prompt_ids, completion, _cut_at_stop(text, batch[i].stops), version)
@@ -272,24 +284,6 @@ class LocalChatClient:
                         "the model's log-probabilities are not finite; check its weights and its number format"
                     )
         return [results[i] for i in range(len(batch))]
-
-    def _request(self, job: _Job, prompt_ids: list[int], bounds: Bounds) -> DecodeRequest:
-        room = bounds.room(prompt_ids)
-        limit = job.sampling.max_tokens if room is None else min(room, job.sampling.max_tokens)
-        return DecodeRequest(
-            prompt_ids=prompt_ids,
-            sampling=job.sampling,
-            limit=limit,
-            seed=job.seed,
-            contains_stop=_make_stop_test(self.tokenizer, job.stops) if job.stops else None,
-            is_abandoned=job.result.done,
-            episode=job.episode,
-        )
-
-    def _decode_texts(self, completions: Sequence[Completion]) -> list[str]:
-        """The text of each completion, without its end token."""
-        bodies = [c.token_ids[:-1] if c.token_ids[-1:] and c.token_ids[-1] in self._eos_ids else c.token_ids for c in completions]
-        return list(self.tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 async def _wait_for_arrivals(queue: _Queue) -> int:

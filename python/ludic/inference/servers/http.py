@@ -28,7 +28,8 @@ import msgspec
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, ServerError, ServerTimeoutError, ServerUnreachableError
 from ludic.inference.servers.errors import quote_body, status_error
-from ludic.inference.servers.server_secret import is_loopback_host, secret_headers
+from ludic.inference.servers.server_secret import secret_headers
+from ludic.inference.vllm.in_server.secret import is_loopback_host
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response

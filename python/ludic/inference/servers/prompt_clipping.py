@@ -22,17 +22,16 @@ def prompt_limit(
     max_prompt_chars: int | None = None,
     *,
     max_prompt_tokens: int | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> int | None:
     """Maximum number of characters of a prompt; None for no limit.
 
     The limit is `max_prompt_chars`, else the environment's `MAX_PROMPT_CHARS`, else 2048; 0 and
     below mean no limit. With `max_prompt_tokens` it is at least four characters per token.
     """
-    env = os.environ if environment is None else environment
     limit = max_prompt_chars
     if limit is None:
-        text = env.get("MAX_PROMPT_CHARS", "").strip() or str(MAX_PROMPT_CHARS)
+        text = environment.get("MAX_PROMPT_CHARS", "").strip() or str(MAX_PROMPT_CHARS)
         try:
             limit = int(text)
         except ValueError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.prompts.tokens import PromptTokens
-from ludic.inference.publishing import Publisher, PushTarget
+from ludic.inference.publishing import Publisher, PushTarget, Weights
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_penalties, check_sampling
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
@@ -24,14 +24,13 @@ from ludic.inference.vllm.completions import (
     RenderedCompletions,
     TokenCompletions,
 )
+from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.requests import ContextRoom, TokenRequest, extension_fields
 from ludic.inference.vllm.responses import ResponseReader
-from ludic.inference.vllm.server_queries import reset_prefix_cache, server_url
-from ludic.inference.vllm.servers import VLLMServers
+from ludic.inference.vllm.servers import VLLMServers, server_url
 from ludic.types import TokenTrace
 
-if TYPE_CHECKING:
-    from torch import Tensor
+RESET_TIMEOUT_S = 60.0
 
 
 class VLLMChatClient(PushTarget):
@@ -224,23 +223,26 @@ class VLLMChatClient(PushTarget):
         by this client, or 0."""
         return await self._servers.read_version()
 
-    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+    def sync_weights(self, params: Weights, *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Replace weights by name on all servers or on none; returns the version now served.
 
         `version` defaults to the last one plus 1. Raises InferenceError unless the client was made
         with `enable_weight_updates`, and what the publisher raises.
         """
-        if not self.enable_weight_updates:
-            raise InferenceError(
-                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
-                "were started to take them (`ludic serve --weights`)"
-            )
+        self._check_pushes_weights()
         if self._publisher is None:
             self._publisher = make_publisher(self, timeout_s=timeout_s, settings=self._publisher_settings)
         new_version = str(self._servers.version + 1 if version is None else version)
         self._publisher.publish(params, version=new_version)
         self.weights_changed(new_version)
         return new_version
+
+    def _check_pushes_weights(self) -> None:
+        if not self.enable_weight_updates:
+            raise InferenceError(
+                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
+                "were started to take them (`ludic serve --weights`)"
+            )
 
     def follow_restarts(self, restarts: Restarts) -> None:
         """Wait for servers that are restarted, and take no answer of weights that were not
@@ -284,7 +286,9 @@ class VLLMChatClient(PushTarget):
     def reset_prefix_cache(self) -> None:
         """Empty every server's prefix cache. Raises InferenceError if that fails."""
         for server in self._servers.pool.servers:
-            reset_prefix_cache(server.request_headers, server.url)
+            VllmEndpoints(server.url, headers=server.request_headers).call(
+                "post", "/reset_prefix_cache", timeout_s=RESET_TIMEOUT_S
+            )
 
     def get_num_background_tasks(self) -> int:
         """Always 0: a push is over when it returns."""

@@ -30,7 +30,7 @@ from typing import IO, Any, Literal
 import ludic
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.servers.http import run_blocking
-from ludic.inference.servers.server_secret import VARIABLE, is_loopback_host, remove_secret, resolve_secret, store_secret
+from ludic.inference.servers.server_secret import remove_secret, resolve_secret, store_secret
 from ludic.inference.vllm.in_server.flags import (
     DEFAULT_FLAGS,
     SECRET_MIDDLEWARE,
@@ -41,9 +41,10 @@ from ludic.inference.vllm.in_server.flags import (
     missing_flags,
     weight_flags,
 )
+from ludic.inference.vllm.in_server.secret import VARIABLE, is_loopback_host
 from ludic.inference.vllm.in_server.server import PYTHON_VARIABLE, missing_vllm_message
 from ludic.inference.vllm.orphan_reaper import OrphanReaper
-from ludic.inference.vllm.server_queries import can_sample, poll_until, server_url
+from ludic.inference.vllm.servers import can_sample, poll_until, server_url
 from ludic.launch.rank_environment import without_rank
 
 logger = logging.getLogger(__name__)
@@ -183,14 +184,12 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
 
     try:
         run_blocking(poll_until(is_ready_or_has_exited, deadline=deadline, interval_s=READY_INTERVAL_S))
-        if not ready and proc.poll() is not None:
-            raise InferenceError(
-                f"the server at {url} ended with status {proc.poll()} before it was ready{_describe_output(proc)}"
-            )
         if not ready:
-            raise InferenceError(
-                f"the server at {url} was not ready within {timeout_s} s and was stopped{_describe_output(proc)}"
-            )
+            status = proc.poll()
+            ended = f"was not ready within {timeout_s} s and was stopped"
+            if status is not None:
+                ended = f"ended with status {status} before it was ready"
+            raise InferenceError(f"the server at {url} {ended}{_describe_output(proc)}")
     except InferenceError:
         stop_vllm_server(proc)
         raise
@@ -356,11 +355,10 @@ IMPORT_CHECK_TIMEOUT_S = 60.0
 """How long an interpreter may take to start and look for a package."""
 
 
-def server_python(python: str | os.PathLike[str] | None = None, environment: Mapping[str, str] | None = None) -> str:
+def server_python(python: str | os.PathLike[str] | None = None, environment: Mapping[str, str] = os.environ) -> str:
     """`python`, else `LUDIC_VLLM_PYTHON`, else ./.venv-vllm/bin/python, else this interpreter.
     Raises ConfigError if the interpreter does not exist."""
-    env = os.environ if environment is None else environment
-    explicit = python or env.get(PYTHON_VARIABLE)
+    explicit = python or environment.get(PYTHON_VARIABLE)
     if explicit:
         path = shutil.which(os.path.expanduser(os.fspath(explicit)))
         if path is None:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError
 from ludic.inference.prompts.template import encode_text
 from ludic.inference.prompts.tokens import reads_same_ids
-from ludic.inference.publishing import Publisher
+from ludic.inference.publishing import Publisher, Weights
 from ludic.inference.reward_types import (
     PoolingType,
     RewardModelTrainingMode,
@@ -39,10 +39,7 @@ from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
 from ludic.inference.servers.http import convert_answer, run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.client import make_publisher
-from ludic.inference.vllm.server_queries import server_url
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ludic.inference.vllm.servers import server_url
 
 T = TypeVar("T")
 REFUSED_STATUS = frozenset({400, 413, 422})
@@ -122,7 +119,13 @@ class VLLMScoringClient:
         the server refuses, TimeoutError after `timeout_s`, and InferenceError for any other
         failure.
         """
-        self._check_request(request)
+        if request.pooling_type is PoolingType.STEP:
+            raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
+        if request.pooling_type is not self.pooling_type:
+            raise ConfigError(
+                f"pooling_type ({request.pooling_type.value}) differs from the server's, {self.pooling_type.value}; start the server "
+                f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\' and the client with the same pooling_type'
+            )
         logits: dict[int, list[float]] = {}
         answers, bodies, usages = [], [], []
         # A request takes only texts or only token ids: ["a", (1, 2), "b"] makes [[0, 2], [1]].
@@ -197,7 +200,7 @@ class VLLMScoringClient:
 
     def sync_reward_weights(
         self,
-        params: Mapping[str, Tensor],
+        params: Weights,
         *,
         training_mode: RewardModelTrainingMode | str = RewardModelTrainingMode.FULL,
         timeout_s: float = 600.0,
@@ -235,15 +238,6 @@ class VLLMScoringClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    def _check_request(self, request: ScoringRequest) -> None:
-        if request.pooling_type is PoolingType.STEP:
-            raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
-        if request.pooling_type is not self.pooling_type:
-            raise ConfigError(
-                f"pooling_type ({request.pooling_type.value}) differs from the server's, {self.pooling_type.value}; start the server "
-                f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\' and the client with the same pooling_type'
-            )
 
     def _body(self, request: ScoringRequest, inputs: Sequence[ScoringInput]) -> dict[str, Any]:
         """The JSON body. Every field is set, because the server has other defaults."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json, write_json
-from ludic.inference.servers.server_secret import HEADER, VARIABLE
+from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
 
 SECRET = "secret"
 

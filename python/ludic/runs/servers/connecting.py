@@ -15,7 +15,7 @@ from ludic.errors import ConfigError, EngineDeadError, InferenceError
 from ludic.files.folders import clear_unfinished, delete_folder
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.pool import Restarts
-from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S
+from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S
 from ludic.recipes.schema import Recipe
 from ludic.runs.plan import list_servers
 from ludic.runs.servers.addresses import ServerAddresses

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ludic.errors import TRY_AGAIN, ConfigError, InferenceError
-from ludic.inference.servers.server_secret import VARIABLE
+from ludic.inference.vllm.in_server.secret import VARIABLE
 from ludic.recipes.compose import compose
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
@@ -70,7 +70,7 @@ async def _run(
 ) -> int:
     """The exit status; 0 after a signal."""
     from ludic.inference.vllm.launch import stop_vllm_server, wait_for_vllm_health
-    from ludic.inference.vllm.server_queries import server_url
+    from ludic.inference.vllm.servers import server_url
 
     host, port = address
     proc = start_server(recipe, directory.model, host, port, weights="disk", env={VARIABLE: secret})
