@@ -73,7 +73,7 @@ LAYERS = [
     ["ludic.cli"],
 ]
 UPWARD = {
-    "ludic.inference.vllm.weight_push imports ludic.distributed.adapters.vllm",  # the documented sync_weights of chat clients
+    "ludic.inference.vllm.client imports ludic.distributed.adapters.vllm",  # the documented sync_weights of chat clients
 }
 """Imports of a higher layer, each with its reason. Remove an entry when its import is gone."""
 ALIASES = {("ludic.training.algorithm", "ludic.training.presets"), ("ludic", "ludic.trainers")}

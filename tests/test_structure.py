@@ -42,7 +42,7 @@ PROTOCOLS = {
     "an optional member of such an object": """
         HasActorLogps Stateful""",
     "two or more of ours": """
-        Addressed CompletesTokens GroupLog RewardWeightsClient Running Transport WeightSource""",
+        Addressed CompletesTokens GroupLog RewardWeightsClient Running WeightSource""",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""
 TEST_FOLDERS = {"core", "docs", "examples", "gpu", "integration", "support"}

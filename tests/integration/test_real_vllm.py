@@ -77,7 +77,7 @@ def test_log_probabilities_are_those_of_the_sampling_distribution(vllm_server, t
 def test_both_endpoints_with_local_or_remote_rendering_give_the_same_tokens(vllm_server):
     async def scenario(client):
         rendered, _ = await client.complete(ask(seed=5))
-        client._token_completions.endpoints.without_generate.add(vllm_server.url)
+        client._token_completions.without_generate.add(vllm_server.url)
         completions, _ = await client.complete(ask(seed=5))
         return rendered, completions
 
@@ -158,7 +158,7 @@ def test_an_aborted_request_is_retried(vllm_server):
 def test_tags_are_echoed_by_the_middleware_on_every_endpoint(vllm_server):
     async def scenario(client):
         await client.complete(ask(max_tokens=4))
-        client._token_completions.endpoints.without_generate.add(vllm_server.url)
+        client._token_completions.without_generate.add(vllm_server.url)
         await client.complete(ask(max_tokens=4))
         return client.metrics()
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.inference.servers.server_secret import HEADER, VARIABLE
+from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
 from ludic.launch.slurm import Allocation, Server, SlurmSettings, batch_script, place, run, run_job, server_steps, training_step
 from ludic.launch.slurm.run import SECRET, describe, find_status, is_healthy
 from ludic.launch.slurm.settings import read_settings, write_settings

@@ -109,7 +109,7 @@ def test_an_interpreter_without_vllm_is_refused_immediately():
 @pytest.mark.parametrize("state", ["dead", "silent", "sick"])
 def test_an_unreachable_server_is_refused_immediately(state, monkeypatch):
     """Not after the warm-up, and not after the deadline of an answer."""
-    monkeypatch.setattr("ludic.inference.vllm.server_queries.HEALTH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("ludic.inference.vllm.servers.HEALTH_TIMEOUT_S", 0.5)
     with StubVLLM() as alive, StubVLLM() as server:
         check_inference(compose([f"inference.url={alive.url}"]), None)
         if state == "dead":

@@ -23,10 +23,10 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from ludic.distributed.push.engine_sessions import (
     CustomSession,
@@ -44,7 +44,6 @@ from ludic.inference.sglang import SGLangEndpoints
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 Policy = Literal["all", "any"] | int
 EngineAnswer = dict[str, Any]
@@ -61,9 +60,8 @@ class InferenceEngine(Protocol):
         ...
 
 
-class SGLangEngine:
-    """Makes an SGLang server load a checkpoint: it is paused meanwhile, and must then answer with
-    the version."""
+class _ServerEngine:
+    """A server that ludic knows."""
 
     def __init__(self, base_url: str, timeout: float = 300.0) -> None:
         """`timeout`: seconds that one sync may take on this server."""
@@ -74,7 +72,12 @@ class SGLangEngine:
         return (await sync_weights_to_engines([self], checkpoint_path, retries=0))[0]
 
 
-class VLLMEngine:
+class SGLangEngine(_ServerEngine):
+    """Makes an SGLang server load a checkpoint: it is paused meanwhile, and must then answer with
+    the version."""
+
+
+class VLLMEngine(_ServerEngine):
     """Makes a vLLM server load a checkpoint. The checkpoint is checked against the server's model,
     staged, loaded while the server is paused, and compared with the weights that the server then
     has."""
@@ -82,11 +85,8 @@ class VLLMEngine:
     def __init__(self, base_url: str, timeout: float = 300.0, *, partial: bool = False) -> None:
         """`timeout`: seconds that one sync may take on this server. `partial`: the checkpoint may
         omit frozen weights, whose values the server has."""
-        self.base_url, self.timeout, self.partial = base_url.rstrip("/"), timeout, partial
-
-    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Load the checkpoint. Raises PublishError with the server's answer."""
-        return (await sync_weights_to_engines([self], checkpoint_path, retries=0))[0]
+        super().__init__(base_url, timeout)
+        self.partial = partial
 
 
 async def update_sglang_weights_from_disk(base_url: str, checkpoint_path: str, *, timeout: float = 300.0) -> dict[str, Any]:
@@ -118,8 +118,14 @@ async def sync_weights_to_engines(
     _check_arguments(engines, str(checkpoint_path), policy, retries)
     needed = len(engines) if policy == "all" else 1 if policy == "any" else policy
     folder = resolve_folder(str(checkpoint_path))
-    sync = _Sync(engines, FolderVersion(folder, Path(folder).name), retries)
-    return await _complete_before_cancellation(sync.run(needed))
+    sync = asyncio.ensure_future(_Sync(engines, FolderVersion(folder, Path(folder).name), retries).run(needed))
+    try:
+        return await asyncio.shield(sync)
+    except asyncio.CancelledError:
+        await asyncio.wait([sync])
+        if not sync.cancelled() and sync.exception() is not None:
+            logger.error("the sync that was cancelled failed: %s", sync.exception())
+        raise
 
 
 def _check_arguments(engines: Sequence[InferenceEngine], checkpoint_path: str, policy: Policy, retries: int) -> None:
@@ -141,18 +147,6 @@ def _check_arguments(engines: Sequence[InferenceEngine], checkpoint_path: str, p
             )
 
 
-async def _complete_before_cancellation(sync: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that has its own deadlines. A cancellation is obeyed after it."""
-    task = asyncio.ensure_future(sync)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("the sync that was cancelled failed: %s", task.exception())
-        raise
-
-
 async def sync_returned_engines(engines: Sequence[InferenceEngine]) -> list[EngineAnswer | None]:
     """Bring engines to the version that was synced last: engines that the sync did not reach, and
     servers that have another version, as after a restart. Call it before such engines generate
@@ -163,11 +157,11 @@ async def sync_returned_engines(engines: Sequence[InferenceEngine]) -> list[Engi
 
 
 async def _sync_if_returned(engine: InferenceEngine) -> EngineAnswer | None:
-    synced = _synced.get(engine)
-    if synced is None:
+    if id(engine) not in _synced:
         return None
+    synced, was_reached = _synced[id(engine)]
     try:
-        if _synced.was_reached(engine) and await _has_version(engine, synced.version):
+        if was_reached and await _has_version(engine, synced.version):
             return None
         return (await sync_weights_to_engines([engine], synced.folder, retries=0))[0]
     except PublishError as error:
@@ -188,37 +182,30 @@ async def _has_version(engine: InferenceEngine, version: str) -> bool:
     return session.error is None and session.held == version
 
 
-class _SyncedVersions:
-    """The version that each engine was synced to last, for as long as the engine exists."""
-
-    def __init__(self) -> None:
-        self._versions: dict[int, tuple[FolderVersion, bool]] = {}
-
-    def get(self, engine: object) -> FolderVersion | None:
-        return self._versions[id(engine)][0] if id(engine) in self._versions else None
-
-    def was_reached(self, engine: object) -> bool:
-        """Whether the engine took part in the sync of its version with success."""
-        return id(engine) in self._versions and self._versions[id(engine)][1]
-
-    def set(self, engine: object, version: FolderVersion, *, reached: bool) -> None:
-        if id(engine) not in self._versions:
-            try:
-                weakref.finalize(engine, self._versions.pop, id(engine), None)
-            except TypeError:  # an object that cannot be observed: its id may come back as another's
-                return
-        self._versions[id(engine)] = version, reached
+_synced: dict[int, tuple[FolderVersion, bool]] = {}
+"""Id of an engine, for as long as it exists -> the version that it was synced to last, and whether
+it took part with success."""
 
 
-_synced = _SyncedVersions()
+def _get_synced(engine: object) -> FolderVersion | None:
+    return _synced[id(engine)][0] if id(engine) in _synced else None
+
+
+def _set_synced(engine: object, version: FolderVersion, *, reached: bool) -> None:
+    if id(engine) not in _synced:
+        try:
+            weakref.finalize(engine, _synced.pop, id(engine), None)
+        except TypeError:  # an object that cannot be observed: its id may come back as another's
+            return
+    _synced[id(engine)] = version, reached
 
 
 def _open_session(engine: InferenceEngine, threads: Executor, fingerprints: _FolderFingerprints) -> EngineSession:
-    before = _synced.get(engine)
-    own_method = type(engine).update_weights_from_checkpoint
-    if isinstance(engine, SGLangEngine) and own_method is SGLangEngine.update_weights_from_checkpoint:
+    before = _get_synced(engine)
+    is_server = type(engine).update_weights_from_checkpoint is _ServerEngine.update_weights_from_checkpoint
+    if is_server and isinstance(engine, SGLangEngine):
         return SGLangSession(SGLangEndpoints(engine.base_url), engine.timeout, before, threads)
-    if isinstance(engine, VLLMEngine) and own_method is VLLMEngine.update_weights_from_checkpoint:
+    if is_server and isinstance(engine, VLLMEngine):
         server, read = VllmEndpoints(engine.base_url), fingerprints.read
         return VllmSession(server, engine.timeout, before, threads, partial=engine.partial, read_fingerprints=read)
     return CustomSession(engine, before)
@@ -246,7 +233,7 @@ class _Sync:
         finally:
             self._threads.shutdown(wait=False)
         for engine, session in zip(self._engines, self._sessions, strict=True):
-            _synced.set(engine, self._target, reached=session not in failed)
+            _set_synced(engine, self._target, reached=session not in failed)
         if failed:
             logger.error("%s", self._describe(f"version {self._target.version} is not on all engines"))
         return [self._answer(session) for session in self._sessions]
@@ -263,8 +250,8 @@ class _Sync:
         taken_back = f"{total - count} other engines failed, so version {self._target.version} was withdrawn"
         await asyncio.gather(*(session.go_back(taken_back) for session in self._sessions))
         for engine, session in zip(self._engines, self._sessions, strict=True):
-            if (before := _synced.get(engine)) is not None:
-                _synced.set(engine, before, reached=session.serves == before.version)
+            if (before := _get_synced(engine)) is not None:
+                _set_synced(engine, before, reached=session.serves == before.version)
         kind = PublishTimeoutError if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError
         message = self._describe(f"{total - count} of {total} engines did not load {self._target.folder}")
         raise kind(message, answers=[self._answer(session) for session in self._sessions]) from causes[0]

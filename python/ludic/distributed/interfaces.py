@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from ludic.inference.publishing import PolicyPublisher as PolicyPublisher
@@ -17,6 +17,11 @@ class WeightMetadata(TypedDict):
     name: str
     dtype: str
     shape: Sequence[int]
+
+
+def describe_weights(weights: Mapping[str, Tensor]) -> list[WeightMetadata]:
+    """The metadata of each weight, in this order."""
+    return [{"name": name, "dtype": str(like.dtype), "shape": list(like.shape)} for name, like in weights.items()]
 
 
 @runtime_checkable

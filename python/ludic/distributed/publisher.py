@@ -10,9 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, describe_weights
 from ludic.errors import PublishError
-from ludic.inference.publishing import Publisher, Version, WeightSource, as_publisher
+from ludic.inference.publishing import Publisher, Version, Weights, WeightSource, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,20 +32,17 @@ class BroadcastPolicyPublisher(Publisher):
         self.comm = comm
         self.src_rank = src_rank
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
-        names = sorted(state_dict)
-        self._broadcast({name: state_dict[name] for name in names}, ((name, state_dict[name]) for name in names), version)
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
+        weights = dict(sorted(state_dict.items()))
+        self._broadcast(weights, weights.items(), version)
 
     def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
         """Broadcast the tensors in the order in which they are gathered; each is dropped then."""
         self._broadcast(weights.describe(), weights, version)
 
-    def _broadcast(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], version: Version) -> None:
-        metadata: list[WeightMetadata] = [
-            {"name": name, "dtype": str(like.dtype), "shape": list(like.shape)} for name, like in described.items()
-        ]
+    def _broadcast(self, described: Weights, weights: Iterable[tuple[str, Tensor]], version: Version) -> None:
         try:
-            self.control.announce_update_batch(metadata, version=version)
+            self.control.announce_update_batch(describe_weights(described), version=version)
             for _, tensor in weights:
                 self.comm.broadcast(tensor.contiguous(), src=self.src_rank)
             self.comm.barrier()
@@ -66,16 +63,20 @@ class Rank0OnlyPublisher(Publisher):
         self._inner: Publisher | None = None
         self._change_expected = True
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
-        return self._inner_of_rank_0().publish(state_dict, version=version) if self._publishes() else None
+    def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None:
+        inner = self._inner_of_rank_0()
+        return None if inner is None else inner.publish(state_dict, version=version)
 
     def publish_stream(self, weights: WeightSource, version: Version = None) -> Awaitable[None] | None:
-        return self._inner_of_rank_0().publish_stream(weights, version=version) if self._publishes() else None
+        inner = self._inner_of_rank_0()
+        return None if inner is None else inner.publish_stream(weights, version=version)
 
-    def _publishes(self) -> bool:
-        return not self._enabled or _is_rank_zero()
+    def _inner_of_rank_0(self) -> Publisher | None:
+        """The inner publisher on rank 0, and in a process without a process group; else None."""
+        import torch.distributed as dist
 
-    def _inner_of_rank_0(self) -> Publisher:
+        if self._enabled and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+            return None
         if self._inner is None:
             self._inner = as_publisher(self._make_inner())
         self._inner.expect_change(self._change_expected)
@@ -93,13 +94,6 @@ class Rank0OnlyPublisher(Publisher):
     @property
     def timings(self) -> Mapping[str, float]:
         return {} if self._inner is None else self._inner.timings
-
-
-def _is_rank_zero() -> bool:
-    """Whether this process is rank 0. True without a process group."""
-    import torch.distributed as dist
-
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 MOST_IN_A_ROW = 20

@@ -4,17 +4,15 @@ belongs to: with it an engine caches the prefix for the episode's next turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from ludic.inference.publishing import Weights
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.types import ChatResponse, TokenTrace
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["ChatClient", "ChatResponse", "CompletesTokens", "VersionedClient"]
 
@@ -26,7 +24,7 @@ class ChatClient(Protocol):
         """One completion, and an info with everything else that the server returned."""
         raise NotImplementedError(f"{type(self).__name__} does not complete requests")
 
-    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+    def sync_weights(self, params: Weights, *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Replace weights by name; returns the version now served."""
         raise NotImplementedError(f"{type(self).__name__} does not take new weights")
 

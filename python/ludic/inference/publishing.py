@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 Version = str | int | None
 """The name of a set of weights, usually the trainer's step."""
+Weights = Mapping[str, "Tensor"]
+"""Name -> weight."""
 
 
 @runtime_checkable
 class PolicyPublisher(Protocol):
     """Makes new weights the ones that are sampled from. `publish` may be a coroutine function."""
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None: ...
+    def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None: ...
 
 
 class WeightSource(Protocol):
@@ -30,7 +32,7 @@ class WeightSource(Protocol):
         """(name, tensor), a part of them in memory at a time."""
         ...
 
-    def describe(self) -> Mapping[str, Tensor]:
+    def describe(self) -> Weights:
         """Name -> a tensor on the device `meta` with the shape and the dtype to come."""
         ...
 
@@ -43,7 +45,7 @@ class Publisher:
     """Whether `publish` reads the weights. A publisher that has the backend write a folder does
     not: all ranks call its `publish`, with an empty mapping."""
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
+    def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None:
         """Make these weights the ones that are sampled from, under this version."""
         raise NotImplementedError(f"{type(self).__name__} does not publish")
 
@@ -73,7 +75,7 @@ class _UserPublisher(Publisher):
     def __init__(self, publisher: PolicyPublisher) -> None:
         self._publisher = publisher
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
+    def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None:
         return self._publisher.publish(state_dict, version=version)
 
 

@@ -70,13 +70,7 @@ class ScoringRequest:
         normalize: bool = True,
         n_labels: int = 1,
     ) -> ScoringRequest:
-        return cls(
-            model=model,
-            inputs=tuple(map(as_scoring_input, inputs)),
-            pooling_type=pooling_type,
-            normalize=normalize,
-            n_labels=n_labels,
-        )
+        return cls(model, tuple(map(as_scoring_input, inputs)), pooling_type, normalize, n_labels)
 
 
 @dataclass

@@ -6,14 +6,14 @@ against a real server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
 from ludic.inference.prompts.tokens import Dialogue, PromptTokens
-from ludic.inference.publishing import PolicyPublisher, PushTarget
+from ludic.inference.publishing import PolicyPublisher, PushTarget, Weights
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
@@ -23,9 +23,6 @@ from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.responses import TokenId, check_tokens
 from ludic.list_fields import read_list
 from ludic.types import ChatResponse, TokenTrace
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class _VersionAnswer(Struct):
@@ -144,16 +141,8 @@ class SGLangClient(PushTarget):
     async def _sample(
         self, prompt: Sequence[int], sampling: SamplingParams, seed: int | None
     ) -> tuple[TokenTrace, dict[str, Any]]:
-        params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "frequency_penalty": sampling.frequency_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            **sampling.server_fields(),
-        }
-        if sampling.stop:
-            params["stop"] = sampling.stop
+        params = {**sampling.to_openai_kwargs(), **sampling.server_fields()}
+        params["max_new_tokens"] = params.pop("max_tokens")
         if self._tokens is not None and self._tokens.extra_end_ids:
             params["stop_token_ids"] = self._tokens.extra_end_ids
         if seed is not None:
@@ -163,10 +152,7 @@ class SGLangClient(PushTarget):
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
             return _read_trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size)
 
-        def send() -> Any:
-            return self._pool.send(once)
-
-        trace, info = await self._retries.run(send, name=", ".join(self.server_urls))
+        trace, info = await self._retries.run(lambda: self._pool.send(once), name=", ".join(self.server_urls))
         version = version_number(info["weight_version"])
         return trace, {**info, "policy_version": self._version if version is None else version}
 
@@ -180,7 +166,7 @@ class SGLangClient(PushTarget):
         self._version = version_number(version) or self._version
         self._pool.drain_lost(lost)
 
-    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+    def sync_weights(self, params: Weights, *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Push with the publisher that `ludic.distributed.create_checkpoint_publisher` made for
         this client."""
         if self._publisher is None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ludic.errors import ConfigError
+from ludic.inference.vllm.launch import count_kv_values
 from ludic.models.loading import check_dtype, locate_model
 from ludic.models.places import find_adapter_base, holds_only_adapters
 from ludic.models.quantization import QuantizationSettings, find_quantizable_layers
@@ -166,7 +167,10 @@ class MemoryEstimator:
             # All logits with their gradient, or three tiles in float32.
             logits=3 * WIDE * min(tile, logits) if is_chunked else 2 * logits * dtype.itemsize,
             chunked=is_chunked,
-            kv_cache=settings.concurrency * settings.max_seq_len * _kv_bytes_per_token(text, dtype),
+            kv_cache=settings.concurrency
+            * settings.max_seq_len
+            * count_kv_values(lambda name: getattr(text, name, None))
+            * dtype.itemsize,
         )
 
     def list_remedies(self, settings: Settings) -> list[tuple[str, Settings]]:
@@ -255,11 +259,3 @@ def _count_saved_bytes(model: nn.Module, rows: int, tokens: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(input_ids=ids, use_cache=False)
     return sum(saved.values())
-
-
-def _kv_bytes_per_token(text: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers. Example: 24 layers, 2 heads of 64 values, in
-    bfloat16: 24 * 2 * 2 * 64 * 2 = 12,288 bytes."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(text.num_hidden_layers * 2 * heads * width * dtype.itemsize)

@@ -107,7 +107,7 @@ def check_inference(recipe: Recipe, model: Any) -> None:
         return
     from ludic.inference.vllm.endpoints import VllmEndpoints
     from ludic.inference.vllm.launch import check_has_vllm, is_cpu_build, server_python
-    from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S, server_url
+    from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S, server_url
 
     if section.url is not None:
         for url in _list_urls(section):

@@ -13,7 +13,7 @@ from ludic.errors import ConfigError, InferenceError
 from ludic.inference import SamplingParams, VLLMChatClient
 from ludic.inference.servers import pool as server_module
 from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.vllm import server_queries
+from ludic.inference.vllm import servers as servers_module
 
 
 class Hanging:
@@ -215,14 +215,14 @@ vllm:generation_tokens_created{engine="0",model_name="tiny"} 1.7e+09
     ("answer", "expected"), [((200, METRICS), 127.0), ((200, ""), None), ((404, METRICS), None), (CUT, None), (HANG, None)]
 )
 def test_progress_is_the_servers_token_counter_and_is_read_once(monkeypatch, answer, expected):
-    monkeypatch.setattr(server_queries, "VERSION_TIMEOUT_S", 30.0 if expected else 0.2)
+    monkeypatch.setattr(servers_module, "VERSION_TIMEOUT_S", 30.0 if expected else 0.2)
     with StubVLLM() as server:
         server.fail("/metrics", answer)
-        assert asyncio.run(server_queries.read_progress({}, server.url)) == expected
+        assert asyncio.run(servers_module.read_progress({}, server.url)) == expected
         assert len(server.bodies("/metrics")) <= 1
 
 
 def test_a_stopped_server_has_no_progress():
     with StubVLLM() as server:
         url = server.url
-    assert asyncio.run(server_queries.read_progress({}, url)) is None
+    assert asyncio.run(servers_module.read_progress({}, url)) is None

@@ -14,7 +14,7 @@ from ludic.errors import InferenceError, ServerUnreachableError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
 from ludic.inference.servers.errors import is_retryable
 from ludic.inference.sglang import SGLangClient
-from ludic.inference.vllm import server_queries, servers as servers_module
+from ludic.inference.vllm import servers as servers_module
 
 DEADLINE_S = 0.5
 FOREVER_S = 60.0
@@ -27,7 +27,7 @@ HEALTHY = {"/health": plain(b""), "/v1/models": plain(json.dumps(MODELS)), "/wei
 @pytest.mark.parametrize("hostile", [silent, drip_head, drip_body, endless])
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
 def test_the_constructor_respects_its_deadline(hostile, path, monkeypatch):
-    monkeypatch.setattr(server_queries, "HEALTH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(servers_module, "HEALTH_INTERVAL_S", 0.1)
     with HostileServer(plain(), {**HEALTHY, path: hostile}) as server:
         outcome, took_s = timed_call(VLLMChatClient, urls=[server.url], connection_timeout_s=DEADLINE_S)
     if hostile is endless and path == "/v1/models":

@@ -19,9 +19,9 @@ from stub_vllm import StubVLLM
 import ludic
 from ludic.errors import ConfigError, EngineDeadError
 from ludic.inference.servers.ports import free_port
-from ludic.inference.servers.server_secret import secret_file
 from ludic.inference.vllm import launch
 from ludic.inference.vllm.endpoints import VllmEndpoints
+from ludic.inference.vllm.in_server.secret import secret_file
 from ludic.inference.vllm.launch import (
     collect_proc_output,
     package_root,

@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.inference.servers.server_secret import HEADER, VARIABLE
+from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
 from ludic.runs.servers.server import ServerAddresses
 
 

@@ -13,8 +13,8 @@ from jumping_loop import play_jumping
 from processes import wait_for_end
 
 from ludic.errors import TRY_AGAIN, ConfigError, EngineDeadError, InferenceError
-from ludic.inference.servers.server_secret import HEADER
 from ludic.inference.vllm.endpoints import VllmEndpoints
+from ludic.inference.vllm.in_server.secret import HEADER
 from ludic.launch.local import LOOPBACK
 from ludic.recipes.compose import compose
 from ludic.runs.directory import RunDirectory

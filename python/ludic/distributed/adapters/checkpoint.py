@@ -11,35 +11,21 @@ a folder which exists already are in `ludic.distributed.engines`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ludic.distributed.adapters.vllm import create_vllm_publisher
 from ludic.distributed.engines import (
-    InferenceEngine as CheckpointEngine,
-    SGLangEngine,
-    VLLMEngine,
-    sync_weights_to_engines,
+    SGLangEngine as SGLangEngine,
+    VLLMEngine as VLLMEngine,
+    sync_weights_to_engines as sync_weights_to_engines,
 )
 from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.fan_out import describe_failures, list_urls, run_on_all
 from ludic.distributed.push.manifest import ServerManifest, VersionFolders, cast_to_server, rename_to_checkpoint
 from ludic.errors import ConfigError, PublishError
-from ludic.inference.publishing import Publisher, Version
+from ludic.inference.publishing import Publisher, Version, Weights
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "CheckpointEngine",
-    "SGLangEngine",
-    "SGLangPublisher",
-    "VLLMEngine",
-    "create_checkpoint_publisher",
-    "sync_weights_to_engines",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +58,7 @@ class SGLangPublisher(Publisher):
     def expect_change(self, expected: bool) -> None:
         self._unchanged.change_expected = expected
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
         if version is None:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 from ludic.inference.client import ChatClient
-from ludic.inference.publishing import Publisher, Version, WeightSource
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ludic.inference.publishing import Publisher, Version, Weights, WeightSource
 
 
 class LocalPublisher(Publisher):
@@ -22,7 +16,7 @@ class LocalPublisher(Publisher):
         self.client, self.needs_weights = client, not shares_model
         self.timeout_s = timeout_s
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         self.client.sync_weights(state_dict, timeout_s=self.timeout_s, version=version)
 
     def publish_stream(self, weights: WeightSource, version: Version = None) -> None:

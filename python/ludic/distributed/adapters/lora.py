@@ -8,7 +8,6 @@ nothing stale.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,11 @@ from ludic.distributed.push.fan_out import describe_failures, run_on_all
 from ludic.distributed.push.manifest import VersionFolders
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import ConfigError, PublishError
-from ludic.inference.publishing import Publisher, Version
+from ludic.inference.publishing import Publisher, Version, Weights
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,6 @@ class LoraPublisher(Publisher):
         `name` is the value of `model` in requests."""
         from ludic.models.sharding import is_sharded
 
-        if keep < 1:
-            raise ConfigError(f"keep ({keep}) must be >= 1: the version that is served must stay loaded")
         if is_sharded(model):
             raise ConfigError(
                 "rank 0 alone publishes, and the adapters of a sharded model are shared out over all ranks; publish merged weights "
@@ -72,7 +69,7 @@ class LoraPublisher(Publisher):
         """The name of the newest version at the servers. None before the first push."""
         return self._loaded[-1] if self._loaded else None
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         """Load the model's adapters as `<name>@<version>` on all servers or on none. They are read
         from the model, because `state_dict` has them merged. Adapters that did not change keep
         their name."""
@@ -107,14 +104,17 @@ class LoraPublisher(Publisher):
         from ludic.models.lora import save_adapter
 
         folder = self._folders.fill(version, lambda new_folder: save_adapter(self.model, new_folder))
-        self._load(f"{self.name}@{version}", str(folder))
-        self._folder = folder
-
-    def _load(self, name: str, folder: str) -> None:
+        name = f"{self.name}@{version}"
         if name in self._loaded:  # the same version again, after a resume
             self._unload(name)
         check_first, self._in_sync = not self._in_sync, False
-        failures = run_on_all(self.servers, lambda server: self._load_on(server, name, folder, check_first=check_first))
+
+        def load(server: VllmEndpoints) -> None:
+            if check_first and name in server.models():  # loaded before a resume, or by a call that timed out
+                server.unload_adapter(name)
+            server.load_adapter(name, str(folder), timeout_s=self.timeout_s)
+
+        failures = run_on_all(self.servers, load)
         self._in_sync = not failures
         if failures:
             run_on_all([server for server in self.servers if server not in failures], lambda server: server.unload_adapter(name))
@@ -123,11 +123,7 @@ class LoraPublisher(Publisher):
                 f"{describe_failures(failures)}"
             ) from next(iter(failures.values()))
         self._loaded.append(name)
-
-    def _load_on(self, server: VllmEndpoints, name: str, folder: str, *, check_first: bool) -> None:
-        if check_first and name in server.models():  # loaded before a resume, or by a call that timed out
-            server.unload_adapter(name)
-        server.load_adapter(name, folder, timeout_s=self.timeout_s)
+        self._folder = folder
 
     def _unload(self, name: str) -> None:
         self._loaded.remove(name)

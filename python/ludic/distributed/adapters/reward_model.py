@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ludic.distributed.publisher import Rank0OnlyPublisher
-from ludic.inference.publishing import Publisher, Version
+from ludic.inference.publishing import Publisher, Version, Weights
 from ludic.inference.reward_types import RewardModelTrainingMode, select_trained_weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +18,7 @@ class RewardWeightsClient(Protocol):
 
     def sync_reward_weights(
         self,
-        params: Mapping[str, Tensor],
+        params: Weights,
         *,
         training_mode: RewardModelTrainingMode = RewardModelTrainingMode.FULL,
         version: str | int | None = None,
@@ -45,7 +41,7 @@ class RMPublisherAdapter(Publisher):
         self.training_mode = RewardModelTrainingMode(training_mode)
         self.debug = debug
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         """Raises ConfigError if `training_mode` changes none of the weights."""
         selected = select_trained_weights(state_dict, self.training_mode)
         if self.debug:

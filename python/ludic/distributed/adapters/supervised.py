@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.control_plane import VllmControlPlane
@@ -33,12 +33,10 @@ from ludic.distributed.push.manifest import (
     has_tied_head,
     rename_to_checkpoint,
 )
+from ludic.distributed.push.target import PushUrls
 from ludic.errors import PublishError, ServerUnreachableError
-from ludic.inference.publishing import Publisher, PushTarget, Version, WeightSource
+from ludic.inference.publishing import Publisher, Version, Weights, WeightSource
 from ludic.inference.servers.http import is_refused
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ class SupervisedServers(Publisher):
         `is_stopped`, there are only `wait_s` left, for a push that goes on."""
 
         def make(url: str) -> VllmControlPlane:
-            return VllmControlPlane(ServerAddress(url, headers), timeout_s=answer_s, by_folder=True)
+            return VllmControlPlane(PushUrls([url], headers), timeout_s=answer_s, by_folder=True)
 
         self._client, self._find_end, self._is_stopped, self._clock = client, find_end, is_stopped, clock
         self._timeout_s, self._answer_s, self._wait_s = timeout_s, answer_s, wait_s
@@ -95,26 +93,23 @@ class SupervisedServers(Publisher):
         self._manifest: ServerManifest | None = None
         self._seconds = 0.0
 
-    async def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    async def publish(self, state_dict: Weights, version: Version = None) -> None:
         await asyncio.to_thread(self._publish, state_dict, version)
 
     async def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
-        await asyncio.to_thread(self._publish_stream, weights, version)
+        await asyncio.to_thread(self._publish, weights, version)
 
-    def _publish(self, state_dict: Mapping[str, Tensor], version: Version) -> None:
+    def _publish(self, weights: Weights | WeightSource, version: Version) -> None:
         with self._lock:
             manifest = self._read_manifest()
-            weights = cast_to_server(rename_to_checkpoint(state_dict), manifest, partial=False)
-            self._serve(self._folders.write(weights, version), version, manifest)
-
-    def _publish_stream(self, weights: WeightSource, version: Version) -> None:
-        with self._lock:
-            manifest = self._read_manifest()
-            if not has_tied_head(weights, manifest):
+            if not isinstance(weights, Mapping) and has_tied_head(weights, manifest):
+                weights = dict(weights)
+            if isinstance(weights, Mapping):
+                cast = cast_to_server(rename_to_checkpoint(weights), manifest, partial=False)
+                folder = self._folders.write(cast, version)
+            else:
                 folder = self._folders.write_stream(StreamToServer(weights, manifest, partial=False), version)
-                self._serve(folder, version, manifest)
-                return
-        self._publish(dict(weights), version)
+            self._serve(folder, version, manifest)
 
     def _read_manifest(self) -> ServerManifest:
         """What the servers' model consists of, from the first that answers."""
@@ -276,18 +271,6 @@ class NoAddressError(ServerUnreachableError):
 
 class HangsError(PublishError):
     """Servers that have not answered yet."""
-
-
-class ServerAddress(PushTarget):
-    """One server, whose requests may need its secret."""
-
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        self.server_urls = [url]
-        self._headers = headers
-
-    @property
-    def request_headers(self) -> Mapping[str, str]:
-        return self._headers
 
 
 class ServerLife:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.adapters.reward_model import (
     RMPublisherAdapter as RMPublisherAdapter,
@@ -36,7 +36,7 @@ from ludic.distributed.push.manifest import (
 )
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import PublishError
-from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, WeightSource, as_publisher
+from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, Weights, WeightSource, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,61 +70,32 @@ class VllmTensorCommunicator:
         self._control.wait_staged()
 
 
-class Transport(Protocol):
-    """Moves the weights of a push to the servers that the control plane has prepared."""
-
-    def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None: ...
-
-    def push_stream(self, control: VllmControlPlane, weights: WeightSource, version: Version) -> None: ...
-
-
-class BroadcastTransport:
-    """Broadcasts one tensor after the other over the connections of the control plane."""
-
-    def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None:
-        BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0).publish(weights, version)
-
-    def push_stream(self, control: VllmControlPlane, weights: WeightSource, version: Version) -> None:
-        BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0).publish_stream(weights, version)
-
-
-class FolderTransport:
-    """Writes each version into a folder, which the servers must see under the same path."""
-
-    def __init__(self, folders: VersionFolders) -> None:
-        self.folders = folders
-
-    def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None:
-        self._have_read(control, self.folders.write(weights, version), version)
-
-    def push_stream(self, control: VllmControlPlane, weights: WeightSource, version: Version) -> None:
-        self._have_read(control, self.folders.write_stream(weights, version), version)
-
-    def _have_read(self, control: VllmControlPlane, folder: Path, version: Version) -> None:
-        control.push_folder(folder, version)
-        self.folders.prune(folder)
-
-
 class VllmPublisher(Publisher):
     """Checks that weights fit the servers, and pushes them if they changed. If they did not, only
     the version that the servers report changes."""
 
     def __init__(
-        self, control: VllmControlPlane, transport: Transport, *, allow_unchanged: bool = False, debug: bool = False
+        self,
+        control: VllmControlPlane,
+        folders: VersionFolders | None = None,
+        *,
+        allow_unchanged: bool = False,
+        debug: bool = False,
     ) -> None:
-        """`debug` logs the names of the weights and the seconds of each push."""
-        self.control = control
-        self.transport = transport
+        """`folders`: write each version there, where the servers must see it under the same path;
+        by default weights are broadcast. `debug` logs the names of the weights and the seconds of
+        each push."""
+        self.control, self.folders = control, folders
         self.debug = debug
         self.unchanged = UnchangedWeights("weights", allowed=allow_unchanged)
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
         renamed = _checkpoint_weights(state_dict, debug=self.debug)
         manifest = self.control.prepare()
         weights = cast_to_server(renamed, manifest, partial=self.control.partial)
-        self._publish(fingerprint(weights), version, manifest, lambda: self.transport.push(self.control, weights, version))
+        self._publish(fingerprint(weights), version, manifest, weights)
 
     def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
         """`publish` in two passes over the weights: the first takes their fingerprints, the second,
@@ -137,16 +108,35 @@ class VllmPublisher(Publisher):
             return
         cast = StreamToServer(weights, manifest, partial=self.control.partial)
         fingerprints = {name: tensor_fingerprint(tensor) for name, tensor in cast}
-        self._publish(fingerprints, version, manifest, lambda: self.transport.push_stream(self.control, cast, version))
+        self._publish(fingerprints, version, manifest, cast)
+
+    def _send(self, weights: Weights | StreamToServer, version: Version) -> None:
+        if self.folders is not None:
+            if isinstance(weights, StreamToServer):
+                folder = self.folders.write_stream(weights, version)
+            else:
+                folder = self.folders.write(weights, version)
+            self.control.push_folder(folder, version)
+            self.folders.prune(folder)
+            return
+        sender = BroadcastPolicyPublisher(self.control, VllmTensorCommunicator(self.control), src_rank=0)
+        if isinstance(weights, StreamToServer):
+            sender.publish_stream(weights, version)
+        else:
+            sender.publish(weights, version)
 
     def _publish(
-        self, fingerprints: Mapping[str, str], version: Version, manifest: ServerManifest, send: Callable[[], None]
+        self,
+        fingerprints: Mapping[str, str],
+        version: Version,
+        manifest: ServerManifest,
+        weights: Weights | StreamToServer,
     ) -> None:
         start = time.perf_counter()
 
         def push() -> None:
             self.control.expect(fingerprints)
-            send()
+            self._send(weights, version)
 
         self.unchanged.publish(
             fingerprints,
@@ -179,7 +169,7 @@ class VllmPublisherAdapter(Publisher):
         self.inner = as_publisher(inner)
         self.debug = debug
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+    def publish(self, state_dict: Weights, version: Version = None) -> None:
         start = time.perf_counter()
         self.inner.publish(_checkpoint_weights(state_dict, debug=self.debug), version=version)
         if self.debug:
@@ -196,7 +186,7 @@ class VllmPublisherAdapter(Publisher):
         return self.inner.timings
 
 
-def _checkpoint_weights(state_dict: Mapping[str, Tensor], *, debug: bool) -> dict[str, Tensor]:
+def _checkpoint_weights(state_dict: Weights, *, debug: bool) -> dict[str, Tensor]:
     """The weights under their names in the checkpoint. Layers are not fused here: the server does
     that when it loads them."""
     renamed = rename_to_checkpoint(state_dict)
@@ -251,7 +241,7 @@ def create_vllm_publisher(
             by_folder=directory is not None,
         )
         control.prepare()
-        transport = BroadcastTransport() if directory is None else FolderTransport(VersionFolders(directory))
-        return VllmPublisher(control, transport, allow_unchanged=allow_unchanged, debug=debug)
+        folders = None if directory is None else VersionFolders(directory)
+        return VllmPublisher(control, folders, allow_unchanged=allow_unchanged, debug=debug)
 
     return Rank0OnlyPublisher(make_publisher) if rank0_only else make_publisher()

@@ -72,16 +72,12 @@ class VllmControlPlane:
         self.version: str | None = None
         """The version that was loaded last."""
         self._live: list[ServerLink] = []
+        """The servers that take part in the current push."""
         self._open = False
         self._start = 0.0
         self._sent: dict[str, str] = {}
         self._served: dict[str, str] = {}
         self.target.hold_connections(self)  # where VllmTensorCommunicator(client) finds them
-
-    @property
-    def live(self) -> list[ServerLink]:
-        """The servers that take part in the current push."""
-        return self._live
 
     @property
     def drained(self) -> list[str]:
@@ -177,8 +173,15 @@ class VllmControlPlane:
         self._live = [link for link in self._live if link not in failures]
         self.version = name if self._live else self.version
         self._notify_client()
-        if failures:
-            self._report_lost(name, failures)
+        if not failures:
+            return
+        message = (
+            f"version {name} is served by {list_urls(self._live)}; taken out of service: {describe_failures(failures)}. Restart those: "
+            "they answer no requests until then"
+        )
+        if not (self.tolerate_lost_servers and self._live):
+            raise _publish_error(message, failures)
+        logger.error("%s", message)
 
     def _pause(self, version: Version) -> None:
         """Pause all servers. If one fails, resume all and raise PublishError."""
@@ -196,15 +199,6 @@ class VllmControlPlane:
         """Tell the client which version is served now, and which servers must get no requests."""
         if self.version is not None or lost:
             self.target.weights_changed(self.version, lost=[*self.drained, *lost])
-
-    def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
-        message = (
-            f"version {version} is served by {list_urls(self._live)}; taken out of service: {describe_failures(failures)}. Restart those: "
-            "they answer no requests until then"
-        )
-        if not (self.tolerate_lost_servers and self._live):
-            raise _publish_error(message, failures)
-        logger.error("%s", message)
 
     def abandon_update(self) -> None:
         """Drop a push that no server has loaded."""

@@ -145,19 +145,25 @@ class CustomSession(EngineSession):
         if hung or not self._asked:
             return
         if self.before is None:
-            raise PublishError(f"no earlier version is known, so {self._kept()}")
+            kept = f"it keeps version {self.serves}" if self._loaded else "it is not known what it serves"
+            raise PublishError(f"no earlier version is known, so {kept}")
         self.serves = None
         await self._load(self.before)
         self.serves = self.before.version
 
-    def _kept(self) -> str:
-        return f"it keeps version {self.serves}" if self._loaded else "it is not known what it serves"
-
     async def _load(self, target: FolderVersion) -> dict[str, Any]:
+        """The engine's answer. Raises PublishError if it reports a failure, or is no answer."""
         answer = self._engine.update_weights_from_checkpoint(target.folder)
         if inspect.isawaitable(answer):
             answer = await self._wait(answer)
-        return _check_answer(answer, self.name)
+        if not isinstance(answer, Mapping) or not isinstance(answer.get("success", True), bool):
+            raise PublishError(
+                f'{self.name} answered {str(answer)[:200]!r}; it must return a mapping such as {{"success": True}}'
+            )
+        if not answer.get("success", "error" not in answer):
+            reason = answer.get("error") or answer.get("message") or dict(answer)
+            raise PublishError(f"{self.name} did not load the weights: {reason}")
+        return dict(answer)
 
     async def _wait(self, answer: Awaitable[Any]) -> Any:
         """The answer in the seconds that are left. A call that is late is cancelled, and soon left
@@ -169,16 +175,6 @@ class CustomSession(EngineSession):
         call.cancel()
         await asyncio.wait([call], timeout=CLEANUP_S)
         raise ServerTimeoutError(f"{self.name} gave no answer within {self.left_s:g} s")
-
-
-def _check_answer(answer: Any, name: str) -> dict[str, Any]:
-    """The answer of an engine of the user. Raises PublishError if it reports a failure, or is no
-    answer."""
-    if not isinstance(answer, Mapping) or not isinstance(answer.get("success", True), bool):
-        raise PublishError(f'{name} answered {str(answer)[:200]!r}; it must return a mapping such as {{"success": True}}')
-    if not answer.get("success", "error" not in answer):
-        raise PublishError(f"{name} did not load the weights: {answer.get('error') or answer.get('message') or dict(answer)}")
-    return dict(answer)
 
 
 class ServerSession(EngineSession):
@@ -340,7 +336,8 @@ class VllmSession(ServerSession):
         self.changed = True
         self._link.commit(version, sent, served)
         self.answer = {"message": f"{version} is served"}
-        self.fingerprint = _digest(served)
+        text = "\n".join(f"{name} {served[name]}" for name in sorted(served))  # one fingerprint for all weights
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _open(self) -> None:
         assert self._staged is not None
@@ -368,12 +365,6 @@ class VllmSession(ServerSession):
             if self.changed and self.serves is None and not hung:
                 await self._in_thread(self._put_aside)
             raise
-
-
-def _digest(fingerprints: Mapping[str, str]) -> str:
-    """One fingerprint for all weights."""
-    text = "\n".join(f"{name} {fingerprints[name]}" for name in sorted(fingerprints))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def resolve_folder(path: str) -> str:

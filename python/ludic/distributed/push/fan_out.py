@@ -24,34 +24,22 @@ S = TypeVar("S", bound=Addressed)
 
 def run_on_all(servers: Sequence[S], step: Callable[[S], Any]) -> dict[S, Exception]:
     """Run a step on all servers concurrently. Returns the servers where it failed, in the order of
-    `servers`, with their errors."""
+    `servers`, with their errors. Raises a BaseException such as KeyboardInterrupt."""
+    failures: dict[S, Exception] = {}
     if len(servers) == 1:  # in this thread, which Ctrl-C reaches
-        return _collect_failures({servers[0]: _call_now(lambda: step(servers[0]))})
+        try:
+            step(servers[0])
+        except Exception as error:
+            failures[servers[0]] = error
+        return failures
     with ThreadPoolExecutor(max_workers=max(1, len(servers)), thread_name_prefix="ludic-servers") as pool:
         futures = {server: pool.submit(step, server) for server in servers}
-    return _collect_failures(futures)
-
-
-def _call_now(call: Callable[[], Any]) -> Future[Any]:
-    """Make the call in this thread. Returns its result or error as a future."""
-    future: Future[Any] = Future()
-    try:
-        future.set_result(call())
-    except Exception as error:
-        future.set_exception(error)
-    return future
-
-
-def _collect_failures(futures: Mapping[S, Future[Any]]) -> dict[S, Exception]:
-    """The servers whose future failed, with the error. Raises a BaseException such as
-    KeyboardInterrupt."""
-    failures = {}
     for server, future in futures.items():
-        error = future.exception()
-        if isinstance(error, Exception):
-            failures[server] = error
-        elif error is not None:
-            raise error
+        failure = future.exception()
+        if isinstance(failure, Exception):
+            failures[server] = failure
+        elif failure is not None:
+            raise failure
     return failures
 
 

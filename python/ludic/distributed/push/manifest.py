@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.distributed.interfaces import WeightMetadata
+from ludic.distributed.interfaces import WeightMetadata, describe_weights
 from ludic.errors import ConfigError, PublishError, shorten_names
 from ludic.files.folders import delete_folder, replace_folder
-from ludic.inference.publishing import WeightSource
+from ludic.inference.publishing import Weights, WeightSource
 from ludic.models.names import REPLACED_PART, is_adapter, strip_peft_parts
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ServerManifest:
         return cls(str(answer["dtype"]), tied, weights)
 
 
-def rename_to_checkpoint(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rename_to_checkpoint(state_dict: Weights) -> dict[str, Tensor]:
     """The weights under their names in the checkpoint, without the prefixes that wrappers add.
 
     Adapters are left out; the weights into which they are merged stay. Examples:
@@ -74,17 +74,13 @@ def find_checkpoint_name(name: str) -> str | None:
     return f"model.{name}" if name.startswith("layers.") else name
 
 
-def cast_to_server(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: bool) -> dict[str, Tensor]:
+def cast_to_server(weights: Weights, manifest: ServerManifest, *, partial: bool) -> dict[str, Tensor]:
     """The weights in the server's dtypes, sorted by name. Raises PublishError for weights that do
     not fit."""
     import torch
 
     weights = drop_tied_head(weights, manifest)
-    check_fit(
-        [{"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)} for name, tensor in weights.items()],
-        manifest,
-        partial=partial,
-    )
+    check_fit(describe_weights(weights), manifest, partial=partial)
     return {name: weights[name].detach().to(getattr(torch, manifest.weights[name][1])).contiguous() for name in sorted(weights)}
 
 
@@ -94,11 +90,7 @@ class StreamToServer:
 
     def __init__(self, weights: WeightSource, manifest: ServerManifest, *, partial: bool) -> None:
         self._weights, self._manifest = weights, manifest
-        check_fit(
-            [{"name": name, "dtype": str(like.dtype), "shape": list(like.shape)} for name, like in self._renamed().items()],
-            manifest,
-            partial=partial,
-        )
+        check_fit(describe_weights(self._renamed()), manifest, partial=partial)
 
     def _renamed(self) -> dict[str, Tensor]:
         return rename_to_checkpoint(self._weights.describe())
@@ -124,7 +116,7 @@ def has_tied_head(weights: WeightSource, manifest: ServerManifest) -> bool:
     return manifest.tied and HEAD in rename_to_checkpoint(weights.describe())
 
 
-def drop_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:
+def drop_tied_head(weights: Weights, manifest: ServerManifest) -> Weights:
     """Drop the head if the server ties it to the embedding. Raises PublishError if the two
     differ."""
     if not manifest.tied or HEAD not in weights:
@@ -198,7 +190,7 @@ class VersionFolders:
             raise ConfigError(f"{self.model} has no config.json; give the folder of the model that is served")
         self._written: list[Path] = []
 
-    def write(self, weights: Mapping[str, Tensor], version: str | int | None) -> Path:
+    def write(self, weights: Weights, version: str | int | None) -> Path:
         """Write the folder of this version, and return it. A folder of the same version is
         replaced."""
         from safetensors.torch import save_file
@@ -224,18 +216,13 @@ class VersionFolders:
         if target.parent != self.root:
             raise ConfigError(f"version ({version}) must be a valid folder name, without slashes")
         with replace_folder(target) as folder:
-            self._copy_model_files(folder)
+            copied = [] if self.model is None else [path for pattern in MODEL_FILES for path in self.model.glob(pattern)]
+            for path in copied:
+                if not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, folder / path.name)
             write(folder)
         self._written = [*(path for path in self._written if path != target), target]
         return target
-
-    def _copy_model_files(self, folder: Path) -> None:
-        if self.model is None:
-            return
-        for pattern in MODEL_FILES:
-            for path in self.model.glob(pattern):
-                if not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, folder / path.name)
 
     def prune(self, served: Path) -> None:
         """Delete the oldest versions that this process wrote until `keep` are left, but never the

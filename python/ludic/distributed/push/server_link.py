@@ -109,7 +109,14 @@ class ServerLink:
         if states[0]["boot"] != self._boot:
             if self._boot is not None:
                 logger.warning("%s was restarted; connecting again", self.url)
-            self._read_server(states[0])
+            self.close()
+            self.backend, self.drained = states[0]["backend"], False
+            if not self.by_folder and self.backend not in BROADCAST_BACKENDS:
+                raise PublishError(
+                    f"the backend of {self.url} is {self.backend}; pass directory=, a folder that the server sees too"
+                )
+            self.manifest = ServerManifest.from_answer(self._call_workers("ludic_manifest", WorkerManifest)[0], self.url)
+            self._boot = states[0]["boot"]
         broken = next((state["broken"] for state in states if state["broken"]), None)
         if broken is not None or self.drained:
             raise PublishError(
@@ -122,15 +129,6 @@ class ServerLink:
             self._connect()
         assert self.manifest is not None
         return self.manifest
-
-    def _read_server(self, state: WorkerState) -> None:
-        """Read the backend and the manifest of a server that is new or was restarted."""
-        self._drop_group()
-        self.backend, self.drained = state["backend"], False
-        if not self.by_folder and self.backend not in BROADCAST_BACKENDS:
-            raise PublishError(f"the backend of {self.url} is {self.backend}; pass directory=, a folder that the server sees too")
-        self.manifest = ServerManifest.from_answer(self._call_workers("ludic_manifest", WorkerManifest)[0], self.url)
-        self._boot = state["boot"]
 
     def _call_workers(self, method: str, kind: type[T]) -> list[T]:
         """Call a method of all workers. Returns their answers, at least one."""
@@ -152,7 +150,7 @@ class ServerLink:
         """Open a process group with the server's workers. The trainer is rank 0."""
         from ludic.inference.vllm.in_server.weight_receiver import LOOPBACK, open_process_group, open_store
 
-        self._drop_group()
+        self.close()
         size = 1 + self.endpoints.world_size()
         timeout = timedelta(seconds=self.timeout_s)
         store, port = open_store(self.master_address, size, timeout)
@@ -191,7 +189,7 @@ class ServerLink:
         try:
             broadcast(self._group, tensor.cuda() if self.backend == "ludic_nccl" else tensor.cpu(), refused=self._is_refused)
         except RuntimeError as error:
-            self._drop_group()
+            self.close()
             cause = self._refusal() or error
             kind = PublishTimeoutError if isinstance(cause, TimeoutError) or "timed out" in str(cause).lower() else PublishError
             raise kind(f"{self.url} aborted the transfer: {cause}") from cause
@@ -216,7 +214,7 @@ class ServerLink:
     def abandon(self) -> None:
         """Drop a push that must not be loaded. The server keeps its weights."""
         update, self._update = self._update, None
-        self._drop_group()  # a server that still waits for tensors then gives up
+        self.close()  # a server that still waits for tensors then gives up
         if update is not None:
             wait([update], self._deadline_s)
         if any(state["open"] for state in self._call_workers("ludic_state", WorkerState)):
@@ -268,7 +266,7 @@ class ServerLink:
     def drain(self) -> None:
         """Take the server out of service, because it is not known which weights it has."""
         self.drained = True
-        self._drop_group()
+        self.close()
         try:
             self.endpoints.pause("abort")
         except InferenceError as error:
@@ -276,9 +274,6 @@ class ServerLink:
 
     def close(self) -> None:
         """Close the process group. The server keeps its weights."""
-        self._drop_group()
-
-    def _drop_group(self) -> None:
         if self._group is not None:
             from ludic.inference.vllm.in_server.weight_receiver import close_group
 

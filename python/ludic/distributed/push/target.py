@@ -8,11 +8,15 @@ from typing import Any
 from ludic.inference.publishing import PushTarget, Version
 
 
-class _Urls(PushTarget):
-    """Servers without a client."""
+class PushUrls(PushTarget):
+    """Servers without a client. Requests to them have these headers, such as their secret."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.server_urls = list(urls)
+    def __init__(self, urls: Sequence[str], headers: Mapping[str, str] | None = None) -> None:
+        self.server_urls, self._headers = list(urls), headers or {}
+
+    @property
+    def request_headers(self) -> Mapping[str, str]:
+        return self._headers
 
 
 class _UserClient(PushTarget):
@@ -49,7 +53,7 @@ def as_push_target(client: PushTarget | str | Sequence[Any] | Any) -> PushTarget
     if isinstance(client, PushTarget):
         return client
     if isinstance(client, str):
-        return _Urls([client])
+        return PushUrls([client])
     if isinstance(client, Sequence):
-        return _Urls([url for one in client for url in as_push_target(one).all_urls()])
+        return PushUrls([url for one in client for url in as_push_target(one).all_urls()])
     return _UserClient(client)

@@ -189,7 +189,10 @@ class LocalChatClient:
         return self._sync(lambda: copy_streamed_weights(self.model, weights), timeout_s, version)
 
     def _sync(self, copy: Callable[[], None], timeout_s: float, version: str | int | None) -> str:
-        number = _parse_version(version)
+        try:
+            number = None if version is None else int(version)
+        except ValueError:
+            raise ConfigError(f"version ({version!r}) must be a number, because the age of samples is computed from it") from None
         if not self._busy.acquire(timeout=timeout_s):
             raise TimeoutError(f"a batch was still being decoded after {timeout_s} s; the weights were not changed")
         try:
@@ -210,18 +213,16 @@ class LocalChatClient:
         """Add a job to this event loop's queue and wait for its result."""
         check_sampling(sampling)
         loop = asyncio.get_running_loop()
-        queue = self._queues.get(loop) or self._new_queue(loop)
+        if loop not in self._queues:
+            for closed in [other for other in self._queues if other.is_closed()]:
+                del self._queues[closed]
+            self._queues[loop] = _Queue()
+        queue = self._queues[loop]
         job = _Job(prompt, sampling, seed, loop.create_future(), current_episode())
         queue.jobs.append(job)
         if queue.worker is None:
             queue.worker = loop.create_task(self._serve(queue))
         return await job.result
-
-    def _new_queue(self, loop: asyncio.AbstractEventLoop) -> _Queue:
-        for other in [other for other in self._queues if other.is_closed()]:
-            del self._queues[other]
-        queue = self._queues[loop] = _Queue()
-        return queue
 
     async def _serve(self, queue: _Queue) -> None:
         """Decode batches until the queue is empty."""
@@ -249,45 +250,40 @@ class LocalChatClient:
         version, bounds = self._version, Bounds.of(self.model)
         requests: dict[int, DecodeRequest] = {}
         results: dict[int, _Result | Exception] = {}
-        for i, prompt in enumerate(self._prompt_ids(batch)):
+        encoded = iter(self._prompts.encode_batch([job.prompt for job in batch if isinstance(job.prompt, Dialogue)]))
+        for i, job in enumerate(batch):
             try:
+                prompt = next(encoded) if isinstance(job.prompt, Dialogue) else job.prompt
                 if isinstance(prompt, Exception):
                     raise prompt
-                requests[i] = self._request(batch[i], prompt, bounds)
+                room = bounds.room(prompt)
+                requests[i] = DecodeRequest(
+                    prompt_ids=prompt,
+                    sampling=job.sampling,
+                    limit=job.sampling.max_tokens if room is None else min(room, job.sampling.max_tokens),
+                    seed=job.seed,
+                    contains_stop=_make_stop_test(self.tokenizer, job.stops) if job.stops else None,
+                    is_abandoned=job.result.done,
+                    episode=job.episode,
+                )
             except Exception as error:
                 results[i] = _as_inference_error(error)
         if requests:
             completions = decode(
                 self.model, list(requests.values()), eos_ids=self._eos_ids, pad_id=self._pad_id, prefixes=self._prefixes
             )
-            texts = self._decode_texts(completions)
+            without_ends = [
+                c.token_ids[:-1] if c.token_ids and c.token_ids[-1] in self._eos_ids else c.token_ids for c in completions
+            ]
+            texts = self.tokenizer.batch_decode(without_ends, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for i, completion, text in zip(requests, completions, texts, strict=True):
-                text = _cut_at_stop(text, batch[i].stops)
-                results[i] = _check_finite(_Result(requests[i].prompt_ids, completion, text, version))
+                if all(map(math.isfinite, completion.logprobs)):
+                    results[i] = _Result(requests[i].prompt_ids, completion, _cut_at_stop(text, batch[i].stops), version)
+                else:
+                    results[i] = InferenceError(
+                        "the model's log-probabilities are not finite; check its weights and its number format"
+                    )
         return [results[i] for i in range(len(batch))]
-
-    def _request(self, job: _Job, prompt_ids: list[int], bounds: Bounds) -> DecodeRequest:
-        room = bounds.room(prompt_ids)
-        limit = job.sampling.max_tokens if room is None else min(room, job.sampling.max_tokens)
-        return DecodeRequest(
-            prompt_ids=prompt_ids,
-            sampling=job.sampling,
-            limit=limit,
-            seed=job.seed,
-            contains_stop=_make_stop_test(self.tokenizer, job.stops) if job.stops else None,
-            is_abandoned=job.result.done,
-            episode=job.episode,
-        )
-
-    def _decode_texts(self, completions: Sequence[Completion]) -> list[str]:
-        """The text of each completion, without its end token."""
-        bodies = [c.token_ids[:-1] if c.token_ids[-1:] and c.token_ids[-1] in self._eos_ids else c.token_ids for c in completions]
-        return list(self.tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _prompt_ids(self, batch: Sequence[_Job]) -> list[list[int] | Exception]:
-        """The token ids of each job's prompt, or the error of its rendering."""
-        encoded = iter(self._prompts.encode_batch([job.prompt for job in batch if isinstance(job.prompt, Dialogue)]))
-        return [next(encoded) if isinstance(job.prompt, Dialogue) else job.prompt for job in batch]
 
 
 async def _wait_for_arrivals(queue: _Queue) -> int:
@@ -309,13 +305,6 @@ def _deliver(batch: Sequence[_Job], results: Sequence[_Result | Exception]) -> N
             job.result.set_exception(result)
         else:
             job.result.set_result(result)
-
-
-def _check_finite(result: _Result) -> _Result | Exception:
-    """The result, or an error if its log-probabilities are not finite."""
-    if all(map(math.isfinite, result.completion.logprobs)):
-        return result
-    return InferenceError("the model's log-probabilities are not finite; check its weights and its number format")
 
 
 def _make_stop_test(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], bool]:
@@ -349,13 +338,6 @@ def end_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, (list, tuple)) else [configured]
     return find_turn_end(tokenizer).ids.union(i for i in ids if i is not None)
-
-
-def _parse_version(version: str | int | None) -> int | None:
-    try:
-        return None if version is None else int(version)
-    except ValueError:
-        raise ConfigError(f"version ({version!r}) must be a number, because the age of samples is computed from it") from None
 
 
 def _as_inference_error(error: Exception) -> Exception:

@@ -198,14 +198,22 @@ class _Decoding:
             alive = alive & ~torch.isin(tokens, self.eos)
             if self.has_stops:
                 alive = self._end_at_stop_strings(alive)
-            alive = self._drop_abandoned(alive & (self.limit > step + 1))
+            alive = alive & (self.limit > step + 1)
+            for i, row in enumerate(self.rows):
+                is_abandoned = self.requests[row].is_abandoned
+                if is_abandoned is not None and is_abandoned():
+                    alive[i] = False
             num_alive = int(alive.sum())
             if num_alive == 0:
                 self._save_snapshot(torch.ones_like(alive), step)
                 break
-            # 4. Append the tokens to the model's input, and drop ended rows.
-            self._append(tokens)
-            if self._pays_to_drop(len(self.rows) - num_alive):
+            # 4. Append the tokens to the input; a model without a cache reads the whole row again.
+            column = tokens[:, None]
+            self.ids = column if self.cache is not None else torch.cat([self.ids, column], dim=1)
+            self.mask = torch.cat([self.mask, torch.ones_like(column)], dim=1)
+            # 5. Drop ended rows. A copy of all other rows pays if the majority has ended; else the
+            # fixed cost counts.
+            if len(self.rows) - num_alive >= max(1, len(self.rows) / (8 if self.has_row_cache else 2)):
                 alive = self._compact(alive, step)
         self._collect_drawn()
         return [self._cut_after_end(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
@@ -267,12 +275,6 @@ class _Decoding:
         self.ids, self.mask = self.ids[self.prompt_of_row], self.mask[self.prompt_of_row]
         return logits[self.prompt_of_row]
 
-    def _append(self, tokens: Tensor) -> None:
-        """Make the tokens the next input; a model without a cache reads the whole row again."""
-        column = tokens[:, None]
-        self.ids = column if self.cache is not None else torch.cat([self.ids, column], dim=1)
-        self.mask = torch.cat([self.mask, torch.ones_like(column)], dim=1)
-
     def _collect_drawn(self) -> None:
         """Move the drawn tokens to the results, in one transfer for each of the three columns."""
         if not self.drawn:
@@ -284,11 +286,6 @@ class _Decoding:
             result.logprobs += logps
             result.drawn_logprobs += drawn
         self.drawn.clear()
-
-    def _pays_to_drop(self, num_ended: int) -> bool:
-        """A copy of all other rows pays if the majority has ended; else the fixed cost counts."""
-        least = len(self.rows) / (8 if self.has_row_cache else 2)
-        return num_ended >= max(1, least)
 
     def _compact(self, alive: Tensor, num_sampled: int) -> Tensor:
         """Keep only the rows that are alive. The cache holds `num_sampled` sampled tokens.
@@ -314,7 +311,7 @@ class _Decoding:
             return
         places = leaving.nonzero().squeeze(1)
         if self.cache.nbytes_of_rows(len(places)) <= self.snapshot_bytes:
-            snapshot = Snapshot.of(self.cache.read_rows(places), self.mask[places, : self.cache.get_seq_length()])
+            snapshot = Snapshot(self.cache.read_rows(places), self.mask[places, : self.cache.get_seq_length()].bool())
             self.snapshot_bytes -= snapshot.nbytes
             self.snapshots.append((snapshot, [self.rows[i] for i in places.tolist()], num_sampled))
 
@@ -329,14 +326,6 @@ class _Decoding:
                 self.limits[row] = len(result.token_ids)
                 still_alive[i] = False
         return torch.tensor(still_alive, device=self.device)
-
-    def _drop_abandoned(self, alive: Tensor) -> Tensor:
-        """Drop rows whose caller has gone away."""
-        tests = [self.requests[row].is_abandoned for row in self.rows]
-        abandoned = [i for i, is_abandoned in enumerate(tests) if is_abandoned is not None and is_abandoned()]
-        if abandoned:
-            alive[abandoned] = False
-        return alive
 
     def _cut_after_end(self, result: Completion, limit: int) -> Completion:
         """Drop the tokens that were drawn after a row had ended.

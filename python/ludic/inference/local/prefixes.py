@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -26,7 +26,6 @@ SAMPLED_ELEMENTS = 256
 PREFIX_STABLE_ROPE = {"default", "linear", "llama3", "yarn"}
 """RoPE types that rotate a key by its position alone. Others, such as longrope and dynamic, also
 depend on the length of the dialogue."""
-_numbers = count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +36,8 @@ class Snapshot:
     """Keys and values, [N, H, T, D] each."""
     mask: Tensor
     """[N, T] bool: True where a column holds a token of the row, False for padding."""
-    number: int
-
-    @classmethod
-    def of(cls, layers: tuple[tuple[Tensor, Tensor], ...], mask: Tensor) -> Snapshot:
-        return cls(layers, mask.bool(), next(_numbers))
+    number: int = field(default_factory=count().__next__)
+    """Of the oldest, 0."""
 
     @property
     def nbytes(self) -> int:
@@ -148,14 +144,10 @@ def is_separable(model: Any, cache: Any) -> bool:
     and depend neither on the columns between two tokens nor on the final length of the dialogue."""
     from ludic.inference.local.row_cache import RowCache
 
-    return isinstance(cache, RowCache) and _rope_types(getattr(model, "config", None)) <= PREFIX_STABLE_ROPE
-
-
-def _rope_types(config: Any) -> set[str]:
-    """The RoPE types of a model; `none` if it has none."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
     of_layers = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
-    return {part.get("rope_type") or ("default" if "rope_theta" in part else "none") for part in of_layers}
+    types = {part.get("rope_type") or ("default" if "rope_theta" in part else "none") for part in of_layers}
+    return isinstance(cache, RowCache) and types <= PREFIX_STABLE_ROPE
 
 
 def join_prefixes(matches: Sequence[Match]) -> tuple[Any, Tensor]:

@@ -66,12 +66,12 @@ class LocalRewardModel:
         pin_rope(model)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._budget, self._add_special_tokens = micro_token_budget, add_special_tokens
-        self._config: Any = getattr(model, "config", None)
         self._body, self._head = _body_and_head(model)
         self._busy = threading.Lock()
         """Held while sequences are scored and while weights are copied."""
         self._version = 0
-        if self._head is not None and _ends_with_padding(self._config, tokenizer):
+        pad, end = getattr(getattr(model, "config", None), "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)
+        if self._head is not None and pad is not None and pad == end:
             logger.warning(
                 "the end token of %s is also its padding token: here a sequence is scored at its end token, but the forward pass of "
                 "transformers uses the token before it; if the model was trained with the latter, set another padding token",
@@ -228,11 +228,6 @@ def _body_and_head(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     body, head = getattr(inner, getattr(inner, "base_model_prefix", "") or "-", None), getattr(inner, "score", None)
     return (body, head) if isinstance(body, nn.Module) and isinstance(head, nn.Module) else (None, None)
-
-
-def _ends_with_padding(config: Any, tokenizer: Any) -> bool:
-    pad, end = getattr(config, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)
-    return pad is not None and pad == end
 
 
 def _apply_activation(logits_NL: Tensor, normalize: bool) -> Tensor:

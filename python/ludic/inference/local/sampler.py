@@ -125,22 +125,25 @@ class Sampler:
             for row, prompt in zip(self.seen, self._prompts, strict=True):
                 row[torch.tensor(prompt, device=self._device)] = True
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        is_plain = self._plain and not self._penalised
         rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
         for start in range(0, logits_NV.shape[0], rows):
             part = slice(start, start + rows)
-            parts.append(self._draw_part(logits_NV[part], part, uniform[part]))
+            logits = logits_NV[part]
+            shaped = logits if is_plain else self._shape_logits(logits, part)
+            p = torch.softmax(shaped, dim=-1)
+            token = _invert(p, uniform[part])
+            logp = _gather_logp(shaped, p, token)
+            raw_logp = logp if is_plain else _gather_logp(logits, torch.softmax(logits, dim=-1), token)
+            parts.append((token, raw_logp, logp))
         tokens, raw, drawn = (torch.cat(column) for column in zip(*parts, strict=True))
-        self._count(tokens, logits_NV.shape[1])
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        if self._penalised:
+            if self.counts is None:
+                self.counts = torch.zeros(logits_NV.shape, device=self._device)
+            self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.float32))
         return tokens, raw, drawn
-
-    def _draw_part(self, logits: Tensor, part: slice, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and both log-probabilities of some rows."""
-        is_plain = self._plain and not self._penalised
-        shaped = logits if is_plain else self._shape_logits(logits, part)
-        p = torch.softmax(shaped, dim=-1)
-        token = _invert(p, uniform)
-        drawn = _gather_logp(shaped, p, token)
-        return token, drawn if is_plain else _gather_logp(logits, torch.softmax(logits, dim=-1), token), drawn
 
     def _shape_logits(self, logits: Tensor, part: slice) -> Tensor:
         """Logits after penalties, temperature, min-p, top-k and top-p, in the order of vLLM. A
@@ -161,15 +164,6 @@ class Sampler:
             point = torch.full_like(shaped, -torch.inf).scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
             shaped = torch.where(greedy, point, shaped)
         return shaped
-
-    def _count(self, tokens: Tensor, vocabulary: int) -> None:
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
-        if not self._penalised:
-            return
-        if self.counts is None:
-            self.counts = torch.zeros((len(tokens), vocabulary), device=self._device)
-        self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.float32))
 
 
 def _gather_logp(logits_NV: Tensor, p_NV: Tensor, token_N: Tensor) -> Tensor:

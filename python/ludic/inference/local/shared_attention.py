@@ -134,7 +134,10 @@ def attend_rows(query: Tensor, layer: RowLayer, mask: Tensor | None, scale: floa
     query_NHQD = query.reshape(rows, key_heads, per_head, size) * scale
     # index_select copies rows, six times as fast as an index of the same rows
     grouped = query_NHQD.index_select(0, row_of_slot).view(num_prompts, most, key_heads, per_head, size).transpose(1, 2)
-    of_prompts, of_rows = _split_mask(mask, row_of_slot[::most], length)
+    of_prompts = of_rows = None
+    if mask is not None:  # the columns of the prompts, of one row of each prompt, and the rows' own columns
+        of_prompts, of_rows = mask[..., :length], mask[..., length:]
+        of_prompts = of_prompts if len(mask) == 1 else of_prompts[row_of_slot[::most]]
     parts = _attend_part(grouped.reshape(num_prompts, key_heads, most * per_head, size), keys, values, of_prompts)
     first = [  # [R, H, M * Q, *] -> [N, H, Q, *]
         part.view(num_prompts, key_heads, most, per_head, -1)
@@ -144,15 +147,6 @@ def attend_rows(query: Tensor, layer: RowLayer, mask: Tensor | None, scale: floa
         for part in parts
     ]
     return _join(first, _attend_part(query_NHQD, layer.keys, layer.values, of_rows)).reshape(rows, 1, heads, size)
-
-
-def _split_mask(mask: Tensor | None, rows: Tensor, length: int) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of the prompts' columns, of one row of each prompt, and the mask of the rows' own
-    columns."""
-    if mask is None:
-        return None, None
-    of_prompts = mask[..., :length]
-    return (of_prompts if len(mask) == 1 else of_prompts[rows]), mask[..., length:]
 
 
 def _attend_part(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> list[Tensor]:

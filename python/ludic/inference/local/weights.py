@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.publishing import WeightSource
-from ludic.models.adapters import has_adapters, merge_adapters
+from ludic.models.adapters import has_adapters, map_base_names, merge_adapters
 from ludic.models.quantization import find_quantized_layers, replace_quantized
 
 
@@ -48,9 +48,14 @@ def _copy(own: Tensor, new: Tensor) -> None:
 
 
 def _check_weights(model: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the model by name. Raises ConfigError if `params` has a name that they do not
-    have, or another shape."""
-    own = _weights_by_name(model)
+    """Parameters and buffers by their names in the model without adapters. Raises ConfigError if
+    `params` has a name that they do not have, or another shape."""
+    own: dict[str, Tensor] = {  # a tied weight is under each of its names
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    if has_adapters(model):
+        own = {plain: own[name] for plain, name in map_base_names(model, own).items()}
     for name, new in params.items():
         if name not in own:
             raise ConfigError(f"the model has no weight {name!r}; publish names as model.named_parameters() gives them")
@@ -80,20 +85,6 @@ def _replace_quantized(model: nn.Module, copied: Any) -> nn.Module:
     for name, weight in merge_adapters(model, dict(model.named_parameters())).items():
         own[name].copy_(weight)
     return plain
-
-
-def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by their names in the model without adapters. A tied weight is under
-    each of its names."""
-    own: dict[str, Tensor] = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    if not has_adapters(model):
-        return own
-    from ludic.models.adapters import map_base_names
-
-    return {plain: own[name] for plain, name in map_base_names(model, own).items()}
 
 
 def _check_is_trainers(own: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:

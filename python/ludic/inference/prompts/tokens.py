@@ -67,7 +67,13 @@ class PromptEncoder:
     def encode_batch(self, dialogues: Sequence[Dialogue]) -> list[list[int] | Exception]:
         """[P] ids of each prompt, or the error that rendering it raised. Calls the tokenizer
         once."""
-        results: list[list[int] | str | Exception] = [self._ids_or_text(dialogue) for dialogue in dialogues]
+        results: list[list[int] | str | Exception] = []
+        for dialogue in dialogues:
+            try:
+                ids = self._prompts.get(dialogue)
+                results.append(self._render(dialogue) if ids is None else list(ids))
+            except Exception as error:
+                results.append(error)
         texts = list(dict.fromkeys(text for text in results if isinstance(text, str)))
         encoded = [begin_prompt(self.tokenizer, ids) for ids in self._tokenize(texts)] if texts else []
         ids_by_text = dict(zip(texts, encoded, strict=True))
@@ -75,15 +81,6 @@ class PromptEncoder:
             if isinstance(text, str):
                 self._prompts.put(dialogue, ids_by_text[text])
         return [list(ids_by_text[result]) if isinstance(result, str) else result for result in results]
-
-    def _ids_or_text(self, dialogue: Dialogue) -> list[int] | str | Exception:
-        """The prompt's ids if they are cached, else its text, or the error that rendering it
-        raised."""
-        try:
-            ids = self._prompts.get(dialogue)
-            return self._render(dialogue) if ids is None else list(ids)
-        except Exception as error:
-            return error
 
     def _render(self, dialogue: Dialogue) -> str:
         return self._template.render(dialogue.messages, dialogue.tools, **dialogue.template_kwargs)

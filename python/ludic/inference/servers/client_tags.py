@@ -31,17 +31,16 @@ MAX_ELEMENTS = 8
 """Elements of a list that are searched for a tag."""
 
 
-def resolve_client_tag(client_tag: str | None = None, environment: Mapping[str, str] | None = None) -> str | None:
+def resolve_client_tag(client_tag: str | None = None, environment: Mapping[str, str] = os.environ) -> str | None:
     """`client_tag`, else `VLLM_CLIENT_TAG`, else `rank-I-of-N` from a launcher's variables
     (`rank-I` if N is unknown), else None."""
-    env = os.environ if environment is None else environment
-    for tag in (client_tag, env.get("VLLM_CLIENT_TAG")):
+    for tag in (client_tag, environment.get("VLLM_CLIENT_TAG")):
         if tag is not None and tag.strip():
             return tag.strip()
-    rank = _first_value(env, "RANK", "LOCAL_RANK", "SLURM_PROCID")
+    rank = _first_value(environment, "RANK", "LOCAL_RANK", "SLURM_PROCID")
     if rank is None:
         return None
-    size = _first_value(env, "WORLD_SIZE", "SLURM_NTASKS")
+    size = _first_value(environment, "WORLD_SIZE", "SLURM_NTASKS")
     return f"rank-{rank}" if size is None else f"rank-{rank}-of-{size}"
 
 
@@ -103,7 +102,13 @@ class ClientTag:
                 raise self._error(f"all {len(payload[name])} {name} have another client_tag than {self.tag!r}")
             filtered[name] = groups
         if not seen:
-            self._record_untagged()
+            if self.policy == "require_echo":
+                raise self._error(
+                    "the response has no client_tag. A shared server must echo it: start it with --middleware "
+                    "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
+                    "client_tag_policy='lenient' if no other client uses the server"
+                )
+            self.counts.untagged += 1
         return filtered
 
     def _own_groups(self, groups: list[Any], root: str | None) -> tuple[list[Any], bool]:
@@ -126,15 +131,6 @@ class ClientTag:
             own.append(group)
         return own, seen
 
-    def _record_untagged(self) -> None:
-        if self.policy == "require_echo":
-            raise self._error(
-                "the response has no client_tag. A shared server must echo it: start it with --middleware "
-                "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
-                "client_tag_policy='lenient' if no other client uses the server"
-            )
-        self.counts.untagged += 1
-
     def _error(self, message: str) -> ClientTagError:
         self.counts.errors += 1
         return ClientTagError(message)
@@ -144,11 +140,8 @@ def _first_value(env: Mapping[str, str], *names: str) -> str | None:
     return next((env[name] for name in names if env.get(name, "").strip()), None)
 
 
-SIZES = ("WORLD_SIZE", "SLURM_NTASKS")
-
-
 def shared_server_settings(
-    environment: Mapping[str, str] | None = None, *, client_tag: str | None = None, max_prompt_tokens: int | None = None
+    environment: Mapping[str, str] = os.environ, *, client_tag: str | None = None, max_prompt_tokens: int | None = None
 ) -> dict[str, Any]:
     """Keywords of `VLLMChatClient`, except its address.
 
@@ -159,19 +152,18 @@ def shared_server_settings(
 
     Example: `VLLMChatClient(urls=[url], **shared_server_settings())`.
     """
-    env = os.environ if environment is None else environment
-    tag = resolve_client_tag(client_tag, env)
-    ranks = max((_number(env, name, int, 1) for name in SIZES), default=1)
+    tag = resolve_client_tag(client_tag, environment)
+    ranks = max(_number(environment, name, int, 1) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
     return {
         "client_tag": tag,
         "client_tag_policy": "require_echo" if tag is not None and ranks > 1 else "lenient",
-        "max_prompt_chars": prompt_limit(max_prompt_tokens=max_prompt_tokens, environment=env) or 0,
-        "api_key": env.get("VLLM_API_KEY") or "local",
-        "extra_headers": _headers(env),
-        "timeout_s": _number(env, "VLLM_TIMEOUT", float, 120.0),
-        "max_retries": _number(env, "VLLM_MAX_RETRIES", int, 3),
-        "backoff_s": _number(env, "VLLM_BACKOFF", float, 1.0),
-        "backoff_growth": _number(env, "VLLM_BACKOFF_MULTIPLIER", float, 2.0),
+        "max_prompt_chars": prompt_limit(max_prompt_tokens=max_prompt_tokens, environment=environment) or 0,
+        "api_key": environment.get("VLLM_API_KEY") or "local",
+        "extra_headers": _headers(environment),
+        "timeout_s": _number(environment, "VLLM_TIMEOUT", float, 120.0),
+        "max_retries": _number(environment, "VLLM_MAX_RETRIES", int, 3),
+        "backoff_s": _number(environment, "VLLM_BACKOFF", float, 1.0),
+        "backoff_growth": _number(environment, "VLLM_BACKOFF_MULTIPLIER", float, 2.0),
     }
 
 

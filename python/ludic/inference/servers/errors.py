@@ -108,7 +108,7 @@ class RetryPolicy:
         """Return the result of `attempt`, which is repeated after each retryable error. Raises
         TimeoutError, with the server's `name`, after `timeout_s`."""
 
-        async def once() -> T:
+        async def once() -> T:  # tenacity awaits only what coroutine functions return
             return await attempt()
 
         attempts = AsyncRetrying(

@@ -28,7 +28,8 @@ import msgspec
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, ServerError, ServerTimeoutError, ServerUnreachableError
 from ludic.inference.servers.errors import quote_body, status_error
-from ludic.inference.servers.server_secret import is_loopback_host, secret_headers
+from ludic.inference.servers.server_secret import secret_headers
+from ludic.inference.vllm.in_server.secret import is_loopback_host
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -271,43 +272,31 @@ def _make_plain_context() -> ssl.SSLContext:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-class LoopThread:
-    """An event loop in a daemon thread, started at the first call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the result of the coroutine. It is cancelled when this thread is interrupted, for
-        example by Ctrl-C."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._get_loop())
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def _get_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="ludic-http", daemon=True).start()
-            return self._loop
-
-
-_thread = LoopThread()
+_loop: asyncio.AbstractEventLoop | None = None
+"""It runs in a daemon thread, which is started at the first call."""
+_loop_lock = threading.Lock()
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine, which must have its own deadline, from synchronous code."""
-    return _thread.run(coroutine)
+    """Run a coroutine, which must have its own deadline, from synchronous code. It is cancelled
+    when this thread is interrupted, for example by Ctrl-C."""
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="ludic-http", daemon=True).start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, _loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def _reset_in_fork() -> None:
-    """Make a new thread in a forked process: a fork copies the loop but not its thread."""
-    global _thread
-    _thread = LoopThread()
+    """Start a new thread in a forked process: a fork copies the loop but not its thread."""
+    global _loop, _loop_lock
+    _loop, _loop_lock = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_reset_in_fork)
@@ -346,7 +335,11 @@ class ServerCalls:
         Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for
         JSON of another type.
         """
-        deadline_s = self._left_s(path, self.timeout_s if timeout_s is None else timeout_s)
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        if self.ends_at is not None:
+            deadline_s = min(deadline_s, self.ends_at - time.monotonic())
+            if deadline_s <= 0:
+                raise ServerTimeoutError(f"{self.url}{path} was not called: the time for this server is over")
         body = None if method == "get" else dict(json or {})
         response = self._http.request(
             method.upper(),
@@ -357,9 +350,9 @@ class ServerCalls:
             timeout_s=deadline_s,
         )
         if response.status != 200:
-            raise ServerError(
-                self._message(path, response.status, response.excerpt()), status=response.status, reason=response.text
-            )
+            hint = f"{self.hint}; " if response.status in (404, 405) and self.hint else ""
+            message = f"{self.url}{path} answered {response.status}: {hint}it said {response.excerpt()}"
+            raise ServerError(message, status=response.status, reason=response.text)
         if answer is not None:
             return response.read(answer)
         try:
@@ -367,19 +360,6 @@ class ServerCalls:
             return decoded
         except InferenceError:
             return response.text  # type: ignore[return-value]
-
-    def _left_s(self, path: str, timeout_s: float) -> float:
-        """The seconds that a call may take. Raises ServerTimeoutError if `ends_at` is over."""
-        if self.ends_at is None:
-            return timeout_s
-        left_s = self.ends_at - time.monotonic()
-        if left_s <= 0:
-            raise ServerTimeoutError(f"{self.url}{path} was not called: the time for this server is over")
-        return min(timeout_s, left_s)
-
-    def _message(self, path: str, status: int, excerpt: str) -> str:
-        hint = f"{self.hint}; " if status in (404, 405) and self.hint else ""
-        return f"{self.url}{path} answered {status}: {hint}it said {excerpt}"
 
 
 def convert_answer(payload: object, kind: type[T], url: str) -> T:

@@ -89,7 +89,9 @@ class ServerPool:
         while True:
             self._probe_rested_servers()
             if self.restarts is not None and not self.live:
-                await self._wait_for_restart(self.restarts)
+                if (end := self.restarts.find_end()) is not None:
+                    raise EngineDeadError(end)
+                await asyncio.sleep(self.restarts.look_s)
                 continue
             server = self._least_loaded()
             server.in_flight += 1
@@ -206,12 +208,6 @@ class ServerPool:
                 continue
             self._probes[server] = asyncio.create_task(self._probe_in_background(server))
 
-    async def _wait_for_restart(self, restarts: Restarts) -> None:
-        """Wait a moment for a server that was restarted. Raises EngineDeadError if none will be."""
-        if (end := restarts.find_end()) is not None:
-            raise EngineDeadError(end)
-        await asyncio.sleep(restarts.look_s)
-
     async def _probe_in_background(self, server: Server) -> None:
         if self.restarts is not None:
             server.url = self.restarts.find_url(self.servers.index(server)) or server.url
@@ -261,10 +257,12 @@ class HangDetector:
         calls = self._calls[server]
         if not calls.scopes:
             calls.quiet_since = self._clock()
-        self._start_checks()
+        loop = asyncio.get_running_loop()
+        if loop not in self._tasks or self._tasks[loop].done():
+            self._tasks[loop] = loop.create_task(self._check_all(loop))
         try:
             async with asyncio.timeout(None) as scope:
-                calls.scopes[scope] = asyncio.get_running_loop()
+                calls.scopes[scope] = loop
                 try:
                     yield
                 finally:
@@ -287,11 +285,6 @@ class HangDetector:
 
     def _record_answer(self, calls: _Calls) -> None:
         calls.quiet_since = calls.answered_at = self._clock()
-
-    def _start_checks(self) -> None:
-        loop = asyncio.get_running_loop()
-        if loop not in self._tasks or self._tasks[loop].done():
-            self._tasks[loop] = loop.create_task(self._check_all(loop))
 
     async def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
         """Check the servers as long as they have calls of this loop."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ludic.errors import ConfigError
 from ludic.types import Message
@@ -22,17 +22,16 @@ def prompt_limit(
     max_prompt_chars: int | None = None,
     *,
     max_prompt_tokens: int | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> int | None:
     """Maximum number of characters of a prompt; None for no limit.
 
     The limit is `max_prompt_chars`, else the environment's `MAX_PROMPT_CHARS`, else 2048; 0 and
     below mean no limit. With `max_prompt_tokens` it is at least four characters per token.
     """
-    env = os.environ if environment is None else environment
     limit = max_prompt_chars
     if limit is None:
-        text = env.get("MAX_PROMPT_CHARS", "").strip() or str(MAX_PROMPT_CHARS)
+        text = environment.get("MAX_PROMPT_CHARS", "").strip() or str(MAX_PROMPT_CHARS)
         try:
             limit = int(text)
         except ValueError:
@@ -49,7 +48,6 @@ class PromptClipper:
     limit: int | None
     clipped: int = 0
     """Prompts that were cut."""
-    _warned: bool = field(default=False, repr=False)
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
         """Cut the excess characters from the ends of user messages, beginning with the longest
@@ -67,15 +65,11 @@ class PromptClipper:
             excess -= removed
             if not excess:
                 break
-        self._count(sum(lengths))
-        return clipped
-
-    def _count(self, length: int) -> None:
         self.clipped += 1
-        if not self._warned:
-            self._warned = True
+        if self.clipped == 1:
             logger.warning(
                 "a prompt of %d characters was cut to %d; set MAX_PROMPT_CHARS higher, or 0 for no limit (logged once)",
-                length,
+                sum(lengths),
                 self.limit,
             )
+        return clipped

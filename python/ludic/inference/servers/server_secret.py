@@ -20,17 +20,6 @@ from ludic.errors import ConfigError
 from ludic.inference.vllm.in_server import secret as server_side
 from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE, SecretError, is_loopback_host, secret_file
 
-__all__ = [
-    "HEADER",
-    "VARIABLE",
-    "is_loopback_host",
-    "remove_secret",
-    "resolve_secret",
-    "secret_file",
-    "secret_headers",
-    "store_secret",
-]
-
 
 def resolve_secret(environment: Mapping[str, str]) -> str:
     """The value of `LUDIC_SERVER_SECRET`, else a new secret of 256 random bits. Raises
@@ -61,18 +50,13 @@ def remove_secret(port: int, secret: str) -> None:
             secret_file(port).unlink()
 
 
-def secret_headers(url: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def secret_headers(url: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The headers of a request that may change what the server at `url` serves: the secret of
     `LUDIC_SERVER_SECRET`, else the one of the server at this port of this machine, else none."""
-    env = os.environ if environment is None else environment
-    secret = env.get(VARIABLE) or _read_stored_secret(url)
+    secret, parts = environment.get(VARIABLE), urlsplit(url)
+    if not secret and is_loopback_host(parts.hostname or "") and parts.port:
+        secret = _read_private(secret_file(parts.port))
     return {HEADER: secret} if secret else {}
-
-
-def _read_stored_secret(url: str) -> str | None:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return _read_private(secret_file(parts.port)) if is_loopback_host(host) and parts.port else None
 
 
 def _read_private(path: Path) -> str | None:

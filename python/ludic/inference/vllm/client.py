@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.prompts.tokens import PromptTokens
-from ludic.inference.publishing import Publisher, PushTarget
+from ludic.inference.publishing import Publisher, PushTarget, Weights
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_penalties, check_sampling
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
@@ -24,15 +24,13 @@ from ludic.inference.vllm.completions import (
     RenderedCompletions,
     TokenCompletions,
 )
+from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.requests import ContextRoom, TokenRequest, extension_fields
 from ludic.inference.vllm.responses import ResponseReader
-from ludic.inference.vllm.server_queries import server_url
-from ludic.inference.vllm.servers import VLLMServers
-from ludic.inference.vllm.weight_push import make_publisher
+from ludic.inference.vllm.servers import VLLMServers, server_url
 from ludic.types import TokenTrace
 
-if TYPE_CHECKING:
-    from torch import Tensor
+RESET_TIMEOUT_S = 60.0
 
 
 class VLLMChatClient(PushTarget):
@@ -182,7 +180,8 @@ class VLLMChatClient(PushTarget):
     async def probe(self) -> dict[str, bool]:
         """Ask every server for one token. Drains dead servers and undrains those that have
         recovered. Returns whether each URL is alive."""
-        return await self._servers.probe()
+        pool = self._servers.pool
+        return {server.url: await pool.probe(server) for server in pool.servers}
 
     def metrics(self) -> dict[str, int]:
         """Counts since the client was made: requests and failures of each server; moved, aborted
@@ -224,23 +223,26 @@ class VLLMChatClient(PushTarget):
         by this client, or 0."""
         return await self._servers.read_version()
 
-    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+    def sync_weights(self, params: Weights, *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Replace weights by name on all servers or on none; returns the version now served.
 
         `version` defaults to the last one plus 1. Raises InferenceError unless the client was made
         with `enable_weight_updates`, and what the publisher raises.
         """
-        if not self.enable_weight_updates:
-            raise InferenceError(
-                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
-                "were started to take them (`ludic serve --weights`)"
-            )
+        self._check_pushes_weights()
         if self._publisher is None:
             self._publisher = make_publisher(self, timeout_s=timeout_s, settings=self._publisher_settings)
         new_version = str(self._servers.version + 1 if version is None else version)
         self._publisher.publish(params, version=new_version)
         self.weights_changed(new_version)
         return new_version
+
+    def _check_pushes_weights(self) -> None:
+        if not self.enable_weight_updates:
+            raise InferenceError(
+                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
+                "were started to take them (`ludic serve --weights`)"
+            )
 
     def follow_restarts(self, restarts: Restarts) -> None:
         """Wait for servers that are restarted, and take no answer of weights that were not
@@ -251,11 +253,11 @@ class VLLMChatClient(PushTarget):
             raise ConfigError(
                 "servers that are restarted need a client with tokenizer=: only then do answers say which weights they are of"
             )
-        self._servers.follow_restarts(restarts)
+        self._servers.pool.restarts = restarts
 
     def require_version(self, version: int) -> None:
         """Take answers of this version and later ones from now on (`follow_restarts`)."""
-        self._servers.require_version(version)
+        self._servers.version = version
 
     async def has_version(self, version: int) -> bool:
         """Whether a server has this version of the weights, or a later one."""
@@ -283,8 +285,25 @@ class VLLMChatClient(PushTarget):
 
     def reset_prefix_cache(self) -> None:
         """Empty every server's prefix cache. Raises InferenceError if that fails."""
-        self._servers.reset_prefix_cache()
+        for server in self._servers.pool.servers:
+            VllmEndpoints(server.url, headers=server.request_headers).call(
+                "post", "/reset_prefix_cache", timeout_s=RESET_TIMEOUT_S
+            )
 
     def get_num_background_tasks(self) -> int:
         """Always 0: a push is over when it returns."""
         return 0
+
+
+def make_publisher(
+    servers: PushTarget | Sequence[str], *, timeout_s: float, settings: Mapping[str, Any], **more: Any
+) -> Publisher:
+    """A publisher with which a client pushes weights to its own servers.
+
+    `settings` are the user's keywords, which override the defaults. Weights that did not change are
+    pushed as well, because the caller of `sync_weights` decides when to push. This is the only
+    import from `ludic.inference` up to `ludic.distributed`: `sync_weights` is a documented method.
+    """
+    from ludic.distributed.adapters.vllm import create_vllm_publisher
+
+    return create_vllm_publisher(servers, **more, **{"timeout_s": timeout_s, "allow_unchanged": True, **settings})

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ludic.errors import InferenceError
+from ludic.errors import InferenceError, ServerError
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.template import select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptTokens
@@ -15,6 +15,8 @@ from ludic.inference.prompts.tool_calls import assistant_message, completion_fin
 from ludic.inference.request import ChatCompletionRequest, request_body
 from ludic.inference.sampling import check_penalties, check_sampling
 from ludic.inference.servers.answers import version_number
+from ludic.inference.servers.errors import is_missing_endpoint
+from ludic.inference.servers.http import HttpResponse
 from ludic.inference.servers.pool import Server
 from ludic.inference.servers.prompt_clipping import PromptClipper
 from ludic.inference.vllm.in_server.think_limits import respects_limit
@@ -28,8 +30,8 @@ from ludic.inference.vllm.requests import (
     extension_fields,
 )
 from ludic.inference.vllm.responses import ResponseReader, SampledTokens, read_chat_response
-from ludic.inference.vllm.servers import CHAT, TokenEndpoints, VLLMServers
-from ludic.types import ChatResponse, Message, TokenTrace
+from ludic.inference.vllm.servers import CHAT, COMPLETIONS, GENERATE, VLLMServers
+from ludic.types import ChatResponse, TokenTrace
 
 Completion = tuple[ChatResponse, dict[str, Any]]
 """The response, and the info of `ChatClient.complete`."""
@@ -80,28 +82,34 @@ class ChatCompletions:
 
 
 class TokenCompletions:
-    """Sends token ids to the token endpoint."""
+    """Sends token ids to the token endpoint. Finds out with the first request which endpoint each
+    server has."""
 
     def __init__(self, servers: VLLMServers, settings: CompletionSettings, tokens: PromptTokens | None) -> None:
         self._servers, self._settings, self._tokens = servers, settings, tokens
-        self.endpoints = TokenEndpoints()
+        self.without_generate: set[str] = set()
+        """URLs of servers that have only `/v1/completions`, which does not report the weight
+        version."""
 
     async def sample(self, request: TokenRequest) -> tuple[SampledTokens, dict[str, Any]]:
         """One continuation, and an info with `policy_version`, `used_args` without the prompt, and
         `weight_versions` if the server reports them."""
-        request = self._resolve(request)
+        sampling = self._settings.room.fit(request.model, request.prompt_ids, request.sampling)
+        model = self._settings.served_names.get(request.model, request.model)
+        ends = () if self._tokens is None else self._tokens.extra_end_ids
+        request = replace(request, model=model, sampling=sampling, stop_token_ids=ends)
         tag = self._settings.reader.tag
         tag_field = {} if tag is None else {"client_tag": tag.tag}
         generate, completions = {**tag_field, **request.generate_body()}, {**tag_field, **request.completions_body()}
 
         async def call(server: Server) -> SampledTokens:
             least = self._servers.version
-            answer = await self.endpoints.post(server, generate, completions, None if tag is None else tag.headers())
+            answer = await self._post(server, generate, completions, None if tag is None else tag.headers())
             sampled = self._settings.reader.read_tokens(answer, request)
             self._servers.check_served(server, sampled.weight_versions, least)
             return sampled
 
-        sampled, version = await self._servers.send(call, reports_version=not self.endpoints.without_generate)
+        sampled, version = await self._servers.send(call, reports_version=not self.without_generate)
         numbers = [version_number(span["version"]) for span in sampled.weight_versions]
         versions = [number for number in numbers if number is not None]
         info: dict[str, Any] = {"policy_version": min(versions) if versions else version}
@@ -110,16 +118,27 @@ class TokenCompletions:
         info["used_args"] = {key: value for key, value in generate.items() if key != "token_ids"}
         return sampled, info
 
-    def _resolve(self, request: TokenRequest) -> TokenRequest:
-        """The request with the served model name and a `max_tokens` that fits into the context."""
-        sampling = self._settings.room.fit(request.model, request.prompt_ids, request.sampling)
-        model = self._settings.served_names.get(request.model, request.model)
-        ends = () if self._tokens is None else self._tokens.extra_end_ids
-        return replace(request, model=model, sampling=sampling, stop_token_ids=ends)
+    async def _post(
+        self, server: Server, generate: dict[str, Any], completions: dict[str, Any], headers: Mapping[str, str] | None
+    ) -> HttpResponse:
+        """Post the body that fits the server's endpoint: `generate` or `completions`, which are the
+        same request. Raises InferenceError."""
+        if server.url not in self.without_generate:
+            try:
+                return await server.post(GENERATE, generate, headers=headers)
+            except ServerError as error:
+                if not is_missing_endpoint(error):
+                    raise
+                self.without_generate.add(server.url)
+        return await server.post(COMPLETIONS, completions, headers=headers)
 
 
 class RenderedCompletions:
-    """Renders and encodes chats with the policy's tokenizer, and sends the token ids."""
+    """Renders and encodes chats with the policy's tokenizer, and sends the token ids.
+
+    The text of an answer is decoded from the sampled ids, which are remembered so that the chat's
+    next prompt begins with them.
+    """
 
     def __init__(self, completions: TokenCompletions, settings: CompletionSettings, tokens: PromptTokens) -> None:
         self._completions, self._settings, self._tokens = completions, settings, tokens
@@ -128,23 +147,41 @@ class RenderedCompletions:
         """One completion. Raises ConfigError before anything is sent, InferenceError after."""
         check_sampling(request.sampling)
         check_penalties(request.sampling)
-        clipper = self._settings.clipper
-        chat = RenderedChat(request, request.messages if clipper is None else clipper(request.messages), self._tokens)
+        tokens, clipper = self._tokens, self._settings.clipper
+        messages = request.messages if clipper is None else clipper(request.messages)
+        tools = select_tools(request.tools)
+        dialogue = Dialogue(messages, tools, request.chat_template_kwargs)
+        prompt_ids = tokens.encode(dialogue)
         fields = extension_fields(request.extensions)
         if not self._settings.allow_unknown_fields:
             check_fields(fields, TOKEN_FIELDS)
+        top_k = request.return_.top_logprobs_k
         sampled, info = await self._completions.sample(
-            TokenRequest(
-                request.model,
-                chat.prompt_ids,
-                request.sampling,
-                request.seed,
-                top_k=request.return_.top_logprobs_k,
-                fields=fields,
-            )
+            TokenRequest(request.model, prompt_ids, request.sampling, request.seed, top_k=top_k, fields=fields)
         )
-        response, choice = chat.read(sampled)
-        return response, {"raw_response": {"choices": [choice]}, **info}
+        self._check_think_limit(sampled.token_ids, request.extensions)
+        text = tokens.decode(sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids)
+        if isinstance(sampled.stop_reason, str):
+            text = text.split(sampled.stop_reason, 1)[0]
+        message = {"role": "assistant", "content": text}
+        if tools:
+            message = assistant_message(text, first_id=count_tool_calls(messages))
+        tokens.remember_answer(dialogue, message, prompt_ids, sampled.token_ids)
+        finish_reason = completion_finish_reason(sampled.finish_reason, message)
+        trace = TokenTrace.from_arrays(prompt_ids, sampled.token_ids, sampled.logprobs, finish_reason)
+        choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+        return request.return_.make_response(text, trace), {"raw_response": {"choices": [choice]}, **info}
+
+    def _check_think_limit(self, ids: Sequence[int], extensions: object) -> None:
+        """Raise InferenceError if the server ignored `max_think`, as it silently does without the
+        logits processor."""
+        limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
+        closing = () if limit is None else self._tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]
+        if limit is not None and not respects_limit(ids, limit, closing):
+            raise InferenceError(
+                f"the server did not end the thinking after max_think ({limit}) tokens; start it with the logits processor for "
+                "that (`ludic serve --think-limits`)"
+            )
 
 
 class OpenAICompletions:
@@ -159,47 +196,3 @@ class OpenAICompletions:
         arguments = chat_arguments(request)
         answer = await self._client.chat.completions.create(**arguments)
         return read_chat_response(answer), {"raw_response": answer.model_dump(exclude_none=True), "used_args": arguments}
-
-
-class RenderedChat:
-    """One request. The text of its answer is decoded from the sampled ids, which are remembered so
-    that the chat's next prompt begins with them."""
-
-    def __init__(self, request: ChatCompletionRequest, messages: list[Message], tokens: PromptTokens) -> None:
-        """`messages` are the request's, after clipping. Raises what the chat template raises."""
-        self._request, self._messages, self._tokens = request, messages, tokens
-        self._tools = select_tools(request.tools)
-        self._dialogue = Dialogue(messages, self._tools, request.chat_template_kwargs)
-        self.prompt_ids = tokens.encode(self._dialogue)
-
-    def read(self, sampled: SampledTokens) -> tuple[ChatResponse, Mapping[str, Any]]:
-        """The response, also as a choice of a chat completion. Raises InferenceError if the server
-        ignored `max_think`."""
-        tokens = self._tokens
-        self._check_think_limit(sampled.token_ids)
-        text = tokens.decode(sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids)
-        if isinstance(sampled.stop_reason, str):
-            text = text.split(sampled.stop_reason, 1)[0]
-        message = {"role": "assistant", "content": text}
-        if self._tools:
-            message = assistant_message(text, first_id=count_tool_calls(self._messages))
-        tokens.remember_answer(self._dialogue, message, self.prompt_ids, sampled.token_ids)
-        finish_reason = completion_finish_reason(sampled.finish_reason, message)
-        trace = TokenTrace.from_arrays(self.prompt_ids, sampled.token_ids, sampled.logprobs, finish_reason)
-        return self._request.return_.make_response(text, trace), {
-            "index": 0,
-            "message": message,
-            "finish_reason": finish_reason,
-        }
-
-    def _check_think_limit(self, ids: Sequence[int]) -> None:
-        """Raise InferenceError if the server ignored `max_think`, as it silently does without the
-        logits processor."""
-        extensions = self._request.extensions
-        limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
-        closing = () if limit is None else self._tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]
-        if limit is not None and not respects_limit(ids, limit, closing):
-            raise InferenceError(
-                f"the server did not end the thinking after max_think ({limit}) tokens; start it with the logits processor for "
-                "that (`ludic serve --think-limits`)"
-            )

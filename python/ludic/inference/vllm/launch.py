@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -30,7 +30,7 @@ from typing import IO, Any, Literal
 import ludic
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.servers.http import run_blocking
-from ludic.inference.servers.server_secret import VARIABLE, is_loopback_host, remove_secret, resolve_secret, store_secret
+from ludic.inference.servers.server_secret import remove_secret, resolve_secret, store_secret
 from ludic.inference.vllm.in_server.flags import (
     DEFAULT_FLAGS,
     SECRET_MIDDLEWARE,
@@ -41,9 +41,10 @@ from ludic.inference.vllm.in_server.flags import (
     missing_flags,
     weight_flags,
 )
+from ludic.inference.vllm.in_server.secret import VARIABLE, is_loopback_host
 from ludic.inference.vllm.in_server.server import PYTHON_VARIABLE, missing_vllm_message
 from ludic.inference.vllm.orphan_reaper import OrphanReaper
-from ludic.inference.vllm.server_queries import can_sample, poll_until, server_url
+from ludic.inference.vllm.servers import can_sample, poll_until, server_url
 from ludic.launch.rank_environment import without_rank
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,6 @@ MAX_LINES = 10_000
 GRACE_S = 15.0
 """Time between SIGTERM and SIGKILL."""
 READY_INTERVAL_S = 0.2
-Flag = tuple[str, str | None]
-"""A flag and its value; None for a flag without one."""
 
 
 def start_vllm_server(
@@ -108,33 +107,38 @@ def start_vllm_server(
     _check_address(host, port)
     check_has_vllm(interpreter)
     cpu = device == "cpu" or (device == "auto" and is_cpu_build(interpreter))
-    values = {"--host": host, "--port": port, "--served-model-name": served_model_name, "--max-model-len": max_model_len}
-    flags = [*_make_flags(values), ("--logprobs-mode", logprobs_mode), *DEFAULT_FLAGS, *weight_flags(weights)]
-    cache_bytes = _size_cache(Path(model), max_model_len) if cpu else None
-    flags += _device_flags(dtype, gpu_memory_utilization, cache_bytes=cache_bytes)
+    values: dict[str, object] = {
+        "--host": host,
+        "--port": port,
+        "--served-model-name": served_model_name,
+        "--max-model-len": max_model_len,
+        "--logprobs-mode": logprobs_mode,
+    }
+    if cpu:  # bfloat16 crashes the worker on machines that wrongly report to support it
+        cache_bytes = _size_cache(Path(model), max_model_len)
+        values |= {"--dtype": dtype or "float32", "--kv-cache-memory-bytes": cache_bytes, "--max-num-seqs": 64}
+    else:
+        values |= {"--dtype": dtype, "--gpu-memory-utilization": gpu_memory_utilization}
+    flags: list[tuple[str, str | None]] = [(name, str(value)) for name, value in values.items() if value is not None]
+    flags += [*DEFAULT_FLAGS, *weight_flags(weights)]
     flags += [("--enforce-eager", None)] if enforce_eager else []
     flags += [("--logits-processors", THINK_PROCESSOR)] if think_limits else []
+    middlewares = [TAG_MIDDLEWARE, SECRET_MIDDLEWARE] if client_tags else [SECRET_MIDDLEWARE]
     command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += _arguments(flags, extra_args or (), client_tags=client_tags)
+    command += missing_flags(flags, extra_args or ())
+    command += [part for name in middlewares for part in ("--middleware", name)]  # this flag may be repeated
+    command += extra_args or ()
     variables = server_variables(interpreter, cpu=cpu, overrides=env, arguments=command)
-    with _provide_secret(port, variables) as secret:
+    secret = resolve_secret(variables)
+    if not variables.get(VARIABLE):  # clients find a random one in a file
+        store_secret(port, secret)
+    try:
         proc = _start_guarded(command, {**variables, VARIABLE: secret}, stream_output=stream_output, log_path=log_path)
-        _SECRETS[proc] = port, secret
+    except BaseException:
+        remove_secret(port, secret)
+        raise
+    _SECRETS[proc] = port, secret
     return proc
-
-
-def _make_flags(values: Mapping[str, object]) -> list[Flag]:
-    """The flags that have a value."""
-    return [(name, str(value)) for name, value in values.items() if value is not None]
-
-
-def _device_flags(dtype: str | None, gpu_memory_utilization: float, *, cache_bytes: int | None) -> list[Flag]:
-    """Flags for the GPU, or for the CPU, with `cache_bytes` for keys and values. On the CPU weights
-    default to float32, because bfloat16 crashes the worker on machines that wrongly report to
-    support it."""
-    if cache_bytes is None:
-        return _make_flags({"--dtype": dtype, "--gpu-memory-utilization": gpu_memory_utilization})
-    return _make_flags({"--dtype": dtype or "float32", "--kv-cache-memory-bytes": cache_bytes, "--max-num-seqs": 64})
 
 
 def _size_cache(model: Path, max_model_len: int | None) -> int:
@@ -147,33 +151,19 @@ def _size_cache(model: Path, max_model_len: int | None) -> int:
     try:
         config = json.loads((model / "config.json").read_bytes())
         config = config.get("text_config") or config
-        heads = config["num_attention_heads"]
-        width = config.get("head_dim") or config["hidden_size"] // heads
-        values = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+        values = count_kv_values(config.get)
         context = max_model_len or config.get("max_position_embeddings") or 0
         return int(4 * values * 1.05 * max(context, CACHED_TOKENS))  # 5 % more: it is divided into blocks
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return CACHE_OF_UNKNOWN
 
 
-def _arguments(flags: Sequence[Flag], extra_args: Sequence[str], *, client_tags: bool) -> list[str]:
-    """The flags that `extra_args` lacks, the middlewares, and `extra_args`."""
-    tags = ["--middleware", TAG_MIDDLEWARE] if client_tags else []  # this flag may be repeated
-    return [*missing_flags(flags, extra_args), *tags, "--middleware", SECRET_MIDDLEWARE, *extra_args]
-
-
-@contextlib.contextmanager
-def _provide_secret(port: int, variables: Mapping[str, str]) -> Iterator[str]:
-    """The secret for a server that is started in the block. A random one is written to the file
-    where clients look for it, and removed again if the start fails."""
-    secret = resolve_secret(variables)
-    if not variables.get(VARIABLE):
-        store_secret(port, secret)
-    try:
-        yield secret
-    except BaseException:
-        remove_secret(port, secret)
-        raise
+def count_kv_values(read: Callable[[str], Any]) -> int:
+    """Keys and values of one token in all layers; `read` gives a value of the model's config, or
+    None. Example: 24 layers, 2 heads of 64 values: 24 * 2 * 2 * 64 = 6,144."""
+    heads = read("num_attention_heads")
+    width = read("head_dim") or read("hidden_size") // heads
+    return int(2 * read("num_hidden_layers") * (read("num_key_value_heads") or heads) * width)
 
 
 def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], timeout_s: float = 180.0) -> None:
@@ -194,14 +184,12 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
 
     try:
         run_blocking(poll_until(is_ready_or_has_exited, deadline=deadline, interval_s=READY_INTERVAL_S))
-        if not ready and proc.poll() is not None:
-            raise InferenceError(
-                f"the server at {url} ended with status {proc.poll()} before it was ready{_describe_output(proc)}"
-            )
         if not ready:
-            raise InferenceError(
-                f"the server at {url} was not ready within {timeout_s} s and was stopped{_describe_output(proc)}"
-            )
+            status = proc.poll()
+            ended = f"was not ready within {timeout_s} s and was stopped"
+            if status is not None:
+                ended = f"ended with status {status} before it was ready"
+            raise InferenceError(f"the server at {url} {ended}{_describe_output(proc)}")
     except InferenceError:
         stop_vllm_server(proc)
         raise
@@ -288,38 +276,25 @@ def _start_guarded(
 ) -> subprocess.Popen[Any]:
     logger.info("starting %s", " ".join(command))
     reaper = OrphanReaper(grace_s=GRACE_S)
+    settings: dict[str, Any] = {"env": env, "start_new_session": True}
+    proc: subprocess.Popen[Any]
     try:
-        proc = _spawn(command, env, stream_output=stream_output, log_path=log_path)
+        if log_path is not None:
+            with open(log_path, "ab") as log:
+                proc = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **settings)
+            _LOGS[proc] = Path(log_path)
+        elif stream_output:
+            proc = subprocess.Popen(command, **settings)
+        else:
+            pipe = subprocess.PIPE
+            proc = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace", **settings)
+            _OUTPUT[proc] = _Output(proc)
     except BaseException:
         reaper.dismiss()
         raise
     reaper.watch(proc.pid)
     _REAPERS[proc.pid] = reaper
     _RUNNING.add(proc)
-    return proc
-
-
-def _spawn(
-    command: list[str], env: dict[str, str], *, stream_output: bool, log_path: str | os.PathLike[str] | None
-) -> subprocess.Popen[Any]:
-    proc: subprocess.Popen[Any]
-    if log_path is not None:
-        with open(log_path, "ab") as log:
-            proc = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        _LOGS[proc] = Path(log_path)
-    elif stream_output:
-        proc = subprocess.Popen(command, env=env, start_new_session=True)
-    else:
-        proc = subprocess.Popen(
-            command,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        _OUTPUT[proc] = _Output(proc)
     return proc
 
 
@@ -380,11 +355,10 @@ IMPORT_CHECK_TIMEOUT_S = 60.0
 """How long an interpreter may take to start and look for a package."""
 
 
-def server_python(python: str | os.PathLike[str] | None = None, environment: Mapping[str, str] | None = None) -> str:
+def server_python(python: str | os.PathLike[str] | None = None, environment: Mapping[str, str] = os.environ) -> str:
     """`python`, else `LUDIC_VLLM_PYTHON`, else ./.venv-vllm/bin/python, else this interpreter.
     Raises ConfigError if the interpreter does not exist."""
-    env = os.environ if environment is None else environment
-    explicit = python or env.get(PYTHON_VARIABLE)
+    explicit = python or environment.get(PYTHON_VARIABLE)
     if explicit:
         path = shutil.which(os.path.expanduser(os.fspath(explicit)))
         if path is None:

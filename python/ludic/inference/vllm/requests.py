@@ -20,59 +20,18 @@ from ludic.list_fields import stored
 from ludic.types import ChatResponse
 
 SAMPLING_FIELDS = frozenset(
-    [
-        "allowed_token_ids",
-        "bad_words",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "max_tokens",
-        "min_p",
-        "min_tokens",
-        "repetition_penalty",
-        "seed",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "stop",
-        "stop_token_ids",
-        "structured_outputs",
-        "temperature",
-        "thinking_token_budget",
-        "top_k",
-        "top_p",
-        "frequency_penalty",
-        "presence_penalty",
-    ]
+    ["temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids", "bad_words"]
+    + ["repetition_penalty", "frequency_penalty", "presence_penalty"]
+    + ["max_tokens", "min_tokens", "thinking_token_budget", "stop", "stop_token_ids", "ignore_eos"]
+    + ["include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "structured_outputs"]
 )
 """Sampling fields that vLLM 0.32 accepts on every endpoint."""
 CHAT_FIELDS = SAMPLING_FIELDS | frozenset(
-    [
-        "add_generation_prompt",
-        "add_special_tokens",
-        "cache_salt",
-        "chat_template",
-        "chat_template_kwargs",
-        "client_tag",
-        "continue_final_message",
-        "documents",
-        "include_reasoning",
-        "length_penalty",
-        "logprobs",
-        "mm_processor_kwargs",
-        "parallel_tool_calls",
-        "priority",
-        "prompt_logprobs",
-        "reasoning_effort",
-        "request_id",
-        "response_format",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "top_logprobs",
-        "truncate_prompt_tokens",
-        "use_beam_search",
-        "user",
-        "vllm_xargs",
-    ]
+    ["add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs", "continue_final_message"]
+    + ["documents", "mm_processor_kwargs", "parallel_tool_calls", "truncate_prompt_tokens"]
+    + ["use_beam_search", "length_penalty", "reasoning_effort", "include_reasoning", "response_format"]
+    + ["logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"]
+    + ["cache_salt", "client_tag", "priority", "request_id", "user", "vllm_xargs"]
 )
 """All fields that a chat completion accepts."""
 TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
@@ -163,7 +122,7 @@ def extension_fields(extensions: object) -> dict[str, Any]:
     return {**fields, **extensions.extra_body_overrides}
 
 
-def check_fields(fields: Mapping[str, Any], supported: frozenset[str] = CHAT_FIELDS) -> None:
+def check_fields(fields: Mapping[str, Any], supported: frozenset[str]) -> None:
     """Raise ConfigError for a field that the server would ignore."""
     for name in fields:
         if name not in supported:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar
 from msgspec import Meta, Struct
 
 from ludic.errors import InferenceError
-from ludic.inference.request import ChatCompletionRequest, ReturnSpec
+from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.servers.answers import check_served_version, drop_nulls
 from ludic.inference.servers.client_tags import ClientTag
 from ludic.inference.servers.errors import AbortedError
@@ -175,55 +175,53 @@ class ResponseReader:
         chat = (
             response.read(ChatCompletion) if self.tag is None else convert_answer(payload, ChatCompletion, self.name)
         ).response()
-        _check_requested(chat, request.return_)
-        if (ids := chat.completion_token_ids) is not None:
+        spec, ids = request.return_, chat.completion_token_ids
+        if spec.return_token_ids and (ids is None or chat.prompt_token_ids is None):
+            raise InferenceError(
+                "the server did not return the requested token ids; it must support return_token_ids (vLLM 0.10.2 and later)"
+            )
+        if spec.return_chosen_logprobs and chat.completion_logprobs is None and ids != []:
+            raise InferenceError("the server did not return the requested log-probabilities; start it without --max-logprobs 0")
+        if ids is not None:
             max_tokens = request.sampling.max_tokens
             check_tokens(ids, chat.completion_logprobs, self.name, max_tokens=max_tokens, vocab_size=self.vocab_size)
         return chat.to_arrays(), payload
 
     def read_tokens(self, response: HttpResponse, request: TokenRequest) -> SampledTokens:
-        """The first choice of a continuation of token ids. Raises InferenceError."""
+        """The first choice of a continuation of token ids. Raises InferenceError if its prompt is
+        not the one that was sent, and for tokens that nothing can be trained on."""
         if self.tag is None:
-            continuation = response.read(Continuation)
+            answer = response.read(Continuation)
         else:
-            continuation = convert_answer(self.tag.filter(response.read(dict[str, Any])), Continuation, self.name)
-        sampled = _read_sampled_tokens(continuation, request, self.vocab_size, name=self.name)
-        for span in sampled.weight_versions:
-            check_served_version(span["version"], self.name)
-        return sampled
-
-
-def _check_requested(response: ChatResponse, spec: ReturnSpec) -> None:
-    """Raise InferenceError if the response lacks requested token ids of prompt and completion, or
-    requested log-probabilities."""
-    if spec.return_token_ids and (response.completion_token_ids is None or response.prompt_token_ids is None):
-        raise InferenceError(
-            "the server did not return the requested token ids; it must support return_token_ids (vLLM 0.10.2 and later)"
-        )
-    if spec.return_chosen_logprobs and response.completion_logprobs is None and response.completion_token_ids != []:
-        raise InferenceError("the server did not return the requested log-probabilities; start it without --max-logprobs 0")
-
-
-def _read_sampled_tokens(answer: Continuation, request: TokenRequest, vocab_size: int | None, *, name: str) -> SampledTokens:
-    """The first choice. Raises InferenceError if its prompt is not the one that was sent."""
-    choice = _first_choice(answer.choices, name)
-    read = choice.prompt_token_ids if answer.prompt_token_ids is None else answer.prompt_token_ids
-    _check_prompt(list(request.prompt_ids), read, name)
-    ids, logprobs = choice.token_ids, choice.logprobs or Logprobs()
-    if ids is None:
-        raise InferenceError(f"{name} returned no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
-    values = logprobs.values()
-    check_tokens(ids, values, name, max_tokens=request.sampling.max_tokens, vocab_size=vocab_size)
-    if logprobs.token_logprobs is None and any(
-        entry.token_id not in (None, token) for entry, token in zip(logprobs.content or (), ids, strict=True)
-    ):
-        raise InferenceError(f"{name} returned log-probabilities of other tokens than the sampled ones")
-    spans = choice.weight_versions or []
-    if not all(0 <= span["start"] <= span["end"] <= len(ids) for span in spans):
-        raise InferenceError(
-            f"{name} returned the weight versions {str(spans)[:200]} for {len(ids)} tokens; each span must lie within the tokens"
-        )
-    return SampledTokens(ids, values, choice.finish_reason, choice.stop_reason, spans)
+            answer = convert_answer(self.tag.filter(response.read(dict[str, Any])), Continuation, self.name)
+        name, choice = self.name, _first_choice(answer.choices, self.name)
+        prompt = choice.prompt_token_ids if answer.prompt_token_ids is None else answer.prompt_token_ids
+        if prompt is None:
+            raise InferenceError(
+                f"{name} did not return the prompt that it read; it must return prompt_token_ids if return_token_ids is set"
+            )
+        if prompt != list(request.prompt_ids):
+            raise InferenceError(
+                f"{name} read a prompt of {len(prompt)} tokens, not the {len(request.prompt_ids)} tokens that were sent; nothing on the "
+                "way to the model may change token ids"
+            )
+        ids, logprobs = choice.token_ids, choice.logprobs or Logprobs()
+        if ids is None:
+            raise InferenceError(f"{name} returned no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
+        values = logprobs.values()
+        check_tokens(ids, values, name, max_tokens=request.sampling.max_tokens, vocab_size=self.vocab_size)
+        if logprobs.token_logprobs is None and any(
+            entry.token_id not in (None, token) for entry, token in zip(logprobs.content or (), ids, strict=True)
+        ):
+            raise InferenceError(f"{name} returned log-probabilities of other tokens than the sampled ones")
+        spans = choice.weight_versions or []
+        if not all(0 <= span["start"] <= span["end"] <= len(ids) for span in spans):
+            raise InferenceError(
+                f"{name} returned the weight versions {str(spans)[:200]} for {len(ids)} tokens; each span must lie within the tokens"
+            )
+        for span in spans:
+            check_served_version(span["version"], name)
+        return SampledTokens(ids, values, choice.finish_reason, choice.stop_reason, spans)
 
 
 def _first_choice(choices: Sequence[C], name: str) -> C:
@@ -234,18 +232,6 @@ def _first_choice(choices: Sequence[C], name: str) -> C:
     if choices[0].finish_reason in ("abort", "error"):
         raise AbortedError(f"{name} aborted the request; its partial output is discarded")
     return choices[0]
-
-
-def _check_prompt(sent: list[int], read: list[int] | None, name: str) -> None:
-    if read is None:
-        raise InferenceError(
-            f"{name} did not return the prompt that it read; it must return prompt_token_ids if return_token_ids is set"
-        )
-    if read != sent:
-        raise InferenceError(
-            f"{name} read a prompt of {len(read)} tokens, not the {len(sent)} tokens that were sent; nothing on the way to the model "
-            "may change token ids"
-        )
 
 
 def _read_chat_logprobs(logprobs: Any) -> list[float] | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from ludic.errors import ConfigError, InferenceError
+from ludic.errors import ConfigError
+from ludic.inference.publishing import Weights
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.scoring import ANY_MODEL, VLLMScoringClient
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class VLLMClient(VLLMChatClient):
@@ -105,7 +103,7 @@ class VLLMClient(VLLMChatClient):
 
     def sync_reward_weights(
         self,
-        params: Mapping[str, Tensor],
+        params: Weights,
         *,
         training_mode: RewardModelTrainingMode | str = RewardModelTrainingMode.FULL,
         timeout_s: float = 600.0,
@@ -113,11 +111,7 @@ class VLLMClient(VLLMChatClient):
     ) -> str:
         """Like `VLLMScoringClient.sync_reward_weights`. Raises InferenceError unless the client was
         made with `enable_weight_updates`."""
-        if not self.enable_weight_updates:
-            raise InferenceError(
-                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
-                "were started to take them"
-            )
+        self._check_pushes_weights()
         return self.scoring.sync_reward_weights(params, training_mode=training_mode, timeout_s=timeout_s, version=version)
 
     def close_communicator(self) -> None:

@@ -16,15 +16,15 @@ sequence, which is text or token ids. Surprises of vLLM 0.32.0:
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError
 from ludic.inference.prompts.template import encode_text
 from ludic.inference.prompts.tokens import reads_same_ids
-from ludic.inference.publishing import Publisher
+from ludic.inference.publishing import Publisher, Weights
 from ludic.inference.reward_types import (
     PoolingType,
     RewardModelTrainingMode,
@@ -38,11 +38,8 @@ from ludic.inference.servers.answers import ModelList, WeightInfo, version_numbe
 from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
 from ludic.inference.servers.http import convert_answer, run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.vllm.server_queries import server_url
-from ludic.inference.vllm.weight_push import make_publisher
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ludic.inference.vllm.client import make_publisher
+from ludic.inference.vllm.servers import server_url
 
 T = TypeVar("T")
 REFUSED_STATUS = frozenset({400, 413, 422})
@@ -122,10 +119,20 @@ class VLLMScoringClient:
         the server refuses, TimeoutError after `timeout_s`, and InferenceError for any other
         failure.
         """
-        self._check_request(request)
+        if request.pooling_type is PoolingType.STEP:
+            raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
+        if request.pooling_type is not self.pooling_type:
+            raise ConfigError(
+                f"pooling_type ({request.pooling_type.value}) differs from the server's, {self.pooling_type.value}; start the server "
+                f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\' and the client with the same pooling_type'
+            )
         logits: dict[int, list[float]] = {}
         answers, bodies, usages = [], [], []
-        for positions in _group_by_kind(request.inputs):
+        # A request takes only texts or only token ids: ["a", (1, 2), "b"] makes [[0, 2], [1]].
+        for is_text in (True, False):
+            positions = [position for position, value in enumerate(request.inputs) if isinstance(value, str) is is_text]
+            if not positions:
+                continue
             body = self._body(request, [request.inputs[position] for position in positions])
             answer = await self._call("/classify", dict[str, Any], body)
             scored = convert_answer(answer, _Scores, self.url)
@@ -162,7 +169,12 @@ class VLLMScoringClient:
 
     def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """`score` for synchronous code."""
-        return run_blocking(self._run_and_close(self.score(request)))
+
+        async def score_and_close() -> tuple[ScoringResponse, dict[str, Any]]:
+            async with self:
+                return await self.score(request)
+
+        return run_blocking(score_and_close())
 
     async def get_reward_model_version(self) -> int:
         """The version of the weights, 0 before the first push. Raises InferenceError if the
@@ -188,7 +200,7 @@ class VLLMScoringClient:
 
     def sync_reward_weights(
         self,
-        params: Mapping[str, Tensor],
+        params: Weights,
         *,
         training_mode: RewardModelTrainingMode | str = RewardModelTrainingMode.FULL,
         timeout_s: float = 600.0,
@@ -227,15 +239,6 @@ class VLLMScoringClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _check_request(self, request: ScoringRequest) -> None:
-        if request.pooling_type is PoolingType.STEP:
-            raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
-        if request.pooling_type is not self.pooling_type:
-            raise ConfigError(
-                f"pooling_type ({request.pooling_type.value}) differs from the server's, {self.pooling_type.value}; start the server "
-                f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\' and the client with the same pooling_type'
-            )
-
     def _body(self, request: ScoringRequest, inputs: Sequence[ScoringInput]) -> dict[str, Any]:
         """The JSON body. Every field is set, because the server has other defaults."""
         model = request.model if request.model != ANY_MODEL else self.model
@@ -260,30 +263,17 @@ class VLLMScoringClient:
             try:
                 return (await (server.get(path) if body is None else server.post(path, body))).read(kind)
             except ServerError as error:
-                raise _translate_error(error) from error
+                if error.status in REFUSED_STATUS:
+                    raise DataError(f"the input was refused: {error}") from error
+                if is_missing_endpoint(error):  # the server may lack the endpoint, or only the model
+                    raise InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?") from error
+                raise
 
         return await self._retries.run(lambda: self._pool.send(once), name=f"{self.url}{path}")
 
     async def _probe(self, server: Server) -> None:
         """Score one token. Raises an error if that fails."""
         await server.probe("/classify", {"input": [[0]], "use_activation": False})
-
-    async def _run_and_close(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await work
-        finally:
-            await self.aclose()
-
-
-def _group_by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
-    """The positions of the texts and the positions of the token ids, because a request takes only
-    one kind.
-
-    `["a", (1, 2), "b"]` -> `[[0, 2], [1]]`.
-    """
-    texts = [position for position, value in enumerate(inputs) if isinstance(value, str)]
-    ids = [position for position, value in enumerate(inputs) if not isinstance(value, str)]
-    return [positions for positions in (texts, ids) if positions]
 
 
 def _read_logits(answer: _Scores, expected: int, n_labels: int, url: str) -> list[list[float]]:
@@ -316,13 +306,3 @@ def _apply_activation(row: Sequence[float]) -> list[float]:
     largest = max(row)
     powers = [math.exp(number - largest) for number in row]
     return [power / math.fsum(powers) for power in powers]
-
-
-def _translate_error(error: ServerError) -> Exception:
-    """The error for a failed call: DataError for a refused input, and a hint for a server that
-    lacks the endpoint (but not for one that lacks the model)."""
-    if error.status in REFUSED_STATUS:
-        return DataError(f"the input was refused: {error}")
-    if is_missing_endpoint(error):
-        return InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?")
-    return error

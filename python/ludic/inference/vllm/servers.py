@@ -1,31 +1,36 @@
-"""The vLLM servers behind one client: sends calls to them, tracks their weight version, and finds
-the endpoint that takes token ids: `/inference/v1/generate` on a vLLM server started with
-`--enable-scale-out`, else `/v1/completions`."""
+"""The vLLM servers behind one client: sends calls to them, tracks their weight version, and queries
+their health, models, version and progress."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ludic.errors import InferenceError, ServerError
-from ludic.inference.servers.answers import is_at_least, version_number
-from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError, is_missing_endpoint
-from ludic.inference.servers.http import BlockingHttp, HttpResponse, run_blocking
-from ludic.inference.servers.pool import Restarts, Server, ServerPool
-from ludic.inference.vllm.server_queries import (
-    read_progress,
-    read_served,
-    read_version,
-    reset_prefix_cache,
-    wait_for_servers,
-)
+from msgspec import Struct
+
+from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerTimeoutError, ServerUnreachableError
+from ludic.inference.servers.answers import ModelList, WeightInfo, check_served_version, is_at_least, version_number
+from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError
+from ludic.inference.servers.http import HttpResponse, request_once, run_blocking
+from ludic.inference.servers.pool import Server, ServerPool
 
 T = TypeVar("T")
 
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
+"""The first, which takes token ids, needs a server started with `--enable-scale-out`."""
 VERSION_AGE_S = 1.0
 """How long a version that was read is used for requests to endpoints that do not report it."""
+HEALTH_TIMEOUT_S = 5.0
+HEALTH_INTERVAL_S = 2.0
+MODELS_TIMEOUT_S = 30.0
+VERSION_TIMEOUT_S = 2.0
+MAX_SMALL_BYTES = 16 * 2**20
+"""Limit on a response without tokens. The metrics of a server with hundreds of series are 1 MB."""
+TOKEN_COUNTERS = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
 
 
 class VLLMServers:
@@ -46,7 +51,12 @@ class VLLMServers:
         self.urls = list(urls)
         self._retries = retries
         servers = [Server(url, api_key, retries.timeout_s, headers=dict(headers)) for url in urls]
-        self.pool = ServerPool(servers, probe=self._probe, progress=self._read_progress, silence_s=silence_s)
+        self.pool = ServerPool(
+            servers,
+            probe=self._probe,
+            progress=lambda server: read_progress(server.request_headers, server.url),
+            silence_s=silence_s,
+        )
         self.request_headers = servers[0].request_headers
         """Sent with every request, the key included."""
         self.aborted = 0
@@ -61,7 +71,8 @@ class VLLMServers:
 
     async def send(self, call: Callable[[Server], Awaitable[T]], *, reports_version: bool) -> tuple[T, int]:
         """Return what `call` returns at a live server, and the version served before it. Unless
-        the response `reports_version`, that version is read first."""
+        the response `reports_version`, that version is read first, at most once in
+        `VERSION_AGE_S`."""
 
         async def counting_aborts(server: Server) -> T:
             try:
@@ -71,18 +82,18 @@ class VLLMServers:
                 raise
 
         async def attempt() -> tuple[T, int]:
-            version = self.version if reports_version else await self._recent_version()
+            if not reports_version and time.monotonic() - self._version_read_at > VERSION_AGE_S:
+                self._version_read_at = time.monotonic()
+                await self.read_version()
+            version = self.version
             return await self.pool.send(counting_aborts), version
 
         return await self._retries.run(attempt, name=self.name)
 
-    def follow_restarts(self, restarts: Restarts) -> None:
-        """Take answers only of versions that were published, and are no older than `version` was at
-        the request. A server with others is drained until it has been given the newest."""
-        self.pool.restarts = restarts
-
     def check_served(self, server: Server, spans: Sequence[Mapping[str, Any]], least: int) -> None:
-        """Raise StaleWeightsError for an answer of another version than `follow_restarts` allows.
+        """If servers are restarted, raise StaleWeightsError for an answer of a version that was not
+        published, or is older than `least`, the version at the request. The server is then drained
+        until it has been given the newest.
 
         A server that was restarted says `default`, whatever weights it has, until a push has loaded
         others: with the answer itself it says that nothing has been published to it since it
@@ -94,10 +105,6 @@ class VLLMServers:
                 f"{server.url} samples with version {stale[0]} of the weights, not with {least} or a later one; it was restarted, or "
                 "missed a push"
             )
-
-    def require_version(self, version: int) -> None:
-        """Take answers of this version and later ones from now on."""
-        self.version = version
 
     async def has_version(self, version: int) -> bool:
         """Whether a server has this version, or a later one."""
@@ -120,22 +127,6 @@ class VLLMServers:
             self.version, self._version_read_at = number, time.monotonic()
         self.pool.drain_lost(lost)
 
-    async def probe(self) -> dict[str, bool]:
-        """Ask every server for one token. Returns whether each URL is alive."""
-        return {server.url: await self.pool.probe(server) for server in self.pool.servers}
-
-    def reset_prefix_cache(self) -> None:
-        """Empty every server's prefix cache. Raises InferenceError if that fails."""
-        for server in self.pool.servers:
-            reset_prefix_cache(BlockingHttp(server.request_headers), server.url)
-
-    async def _recent_version(self) -> int:
-        """The current version or an older one, read at most once in `VERSION_AGE_S`."""
-        if time.monotonic() - self._version_read_at > VERSION_AGE_S:
-            self._version_read_at = time.monotonic()
-            await self.read_version()
-        return self.version
-
     async def _probe(self, server: Server) -> None:
         """Sample one token. Raises InferenceError if that fails, or if the server came back with
         older weights."""
@@ -149,31 +140,148 @@ class VLLMServers:
         if self.version and (version is None or version < self.version):
             raise InferenceError(f"it serves version {version} of the weights and not {self.version}; push to it first")
 
-    async def _read_progress(self, server: Server) -> float | None:
-        return await read_progress(server.request_headers, server.url)
+
+class HealthTimeoutError(ServerUnreachableError):
+    """A server did not become healthy in time."""
 
 
-GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
+class _RuntimeVersion(Struct, rename={"weight_version": "version"}):
+    weight_version: str | int | None
 
 
-class TokenEndpoints:
-    """Finds out with the first request which endpoint each server has."""
+VERSION_ENDPOINTS: tuple[tuple[str, type[WeightInfo | _RuntimeVersion]], ...] = (
+    ("/weight_info", WeightInfo),
+    ("/runtime_version", _RuntimeVersion),
+)
+"""vLLM's own endpoint, and the endpoint of older servers."""
 
-    def __init__(self) -> None:
-        self.without_generate: set[str] = set()
-        """URLs of servers that have only `/v1/completions`, which does not report the weight
-        version."""
 
-    async def post(
-        self, server: Server, generate: dict[str, Any], completions: dict[str, Any], headers: Mapping[str, str] | None
-    ) -> HttpResponse:
-        """Post the body that fits the server's endpoint: `generate` or `completions`, which are the
-        same request. Raises InferenceError."""
-        if server.url not in self.without_generate:
-            try:
-                return await server.post(GENERATE, generate, headers=headers)
-            except ServerError as error:
-                if not is_missing_endpoint(error):
-                    raise
-                self.without_generate.add(server.url)
-        return await server.post(COMPLETIONS, completions, headers=headers)
+def server_url(address: str, port: int | None = None) -> str:
+    """The root URL of a server, from a URL or from a host and a port. 0.0.0.0, which is only an
+    address to listen on, becomes 127.0.0.1."""
+    if port is not None:
+        return f"http://{'127.0.0.1' if address in ('0.0.0.0', '::', '') else address}:{port}"
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"the URL {address!r} must begin with http:// or https://, such as http://127.0.0.1:8000")
+    return address.rstrip("/").removesuffix("/v1")
+
+
+async def wait_for_servers(headers: Mapping[str, str], urls: Sequence[str], timeout_s: float) -> tuple[dict[str, int], int]:
+    """Wait until every server is healthy. Returns the context lengths of the first server's models
+    and its weight version, 0 if it reports none. Raises HealthTimeoutError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    for url in urls:
+
+        async def is_healthy(url: str = url) -> bool:
+            return await _is_healthy(headers, url, _remaining_s(deadline, HEALTH_TIMEOUT_S))
+
+        if not await poll_until(is_healthy, deadline=deadline, interval_s=HEALTH_INTERVAL_S):
+            raise _health_timeout(
+                f"{url}/health did not answer within {timeout_s} s; start a server there (`ludic serve`), or pass its host and port"
+            )
+    try:
+        lengths = await read_context_lengths(headers, urls[0], timeout_s=_remaining_s(deadline, MODELS_TIMEOUT_S))
+    except ServerTimeoutError as error:
+        raise _health_timeout(f"{urls[0]}/v1/models did not answer within {timeout_s} s, although its /health did") from error
+    return lengths, await read_version(headers, urls[0], timeout_s=_remaining_s(deadline, VERSION_TIMEOUT_S)) or 0
+
+
+async def poll_until(condition: Callable[[], Awaitable[bool]], *, deadline: float, interval_s: float) -> bool:
+    """Check a condition until it holds; returns False if the deadline passes first."""
+    while not await condition():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(_remaining_s(deadline, interval_s))
+    return True
+
+
+async def can_sample(url: str, deadline: float) -> bool:
+    """Whether a server is healthy and samples a token; a server without models need only be
+    healthy. Raises EngineDeadError if it is healthy but cannot sample."""
+    if not await _is_healthy({}, url, _remaining_s(deadline, HEALTH_TIMEOUT_S)):
+        return False
+    try:
+        response = await _request({}, "GET", f"{url}/v1/models", timeout_s=_remaining_s(deadline, MODELS_TIMEOUT_S))
+        models = response.read(ModelList).data if response.status == 200 else []
+        if not models:
+            return True
+        body = {"model": models[0].id, "prompt": [[0]], "max_tokens": 1, "temperature": 0, "logprobs": 0}
+        response = await _request({}, "POST", f"{url}/v1/completions", json=body, timeout_s=_remaining_s(deadline, math.inf))
+    except InferenceError:
+        return False
+    if response.status >= 500:
+        raise EngineDeadError(f"the server at {url} is healthy and cannot sample: {response.status}: {response.excerpt()}")
+    return True
+
+
+async def read_context_lengths(headers: Mapping[str, str], url: str, *, timeout_s: float = MODELS_TIMEOUT_S) -> dict[str, int]:
+    """Model -> prompt plus completion tokens; empty for servers that do not report it. Raises
+    ServerTimeoutError."""
+    try:
+        response = await _request(headers, "GET", f"{url}/v1/models", timeout_s=timeout_s)
+        models = response.raise_for_status().read(ModelList).data
+    except ServerTimeoutError:
+        raise
+    except InferenceError:
+        return {}
+    return {model.id: model.max_model_len for model in models if model.max_model_len is not None}
+
+
+async def read_version(headers: Mapping[str, str], url: str, *, timeout_s: float = VERSION_TIMEOUT_S) -> int | None:
+    """The weight version; None if the server reports none in time, or one that is not a number."""
+    deadline = time.monotonic() + timeout_s
+    for path, kind in VERSION_ENDPOINTS:
+        try:
+            response = await _request(headers, "GET", f"{url}{path}", timeout_s=_remaining_s(deadline, timeout_s))
+            if response.status == 200:
+                return check_served_version(response.read(kind).weight_version, url)
+        except InferenceError:  # the version is unknown, whatever the error
+            return None
+    return None
+
+
+async def read_served(headers: Mapping[str, str], url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> str | int | None:
+    """The name of the weight version as the server gives it, `default` before the first push; None
+    if it does not answer in time."""
+    try:
+        response = await _request(headers, "GET", f"{url}/weight_info", timeout_s=timeout_s)
+        return response.raise_for_status().read(WeightInfo).weight_version
+    except InferenceError:
+        return None
+
+
+async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
+    """Number of tokens that the server has processed so far, which rises while it works. None if
+    the server does not report it."""
+    try:
+        response = await _request(headers, "GET", f"{url}/metrics", timeout_s=VERSION_TIMEOUT_S)
+        lines = response.text.splitlines() if response.status == 200 else []
+        counts = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(TOKEN_COUNTERS)]
+    except (InferenceError, ValueError, IndexError):
+        return None
+    return sum(counts) if counts else None
+
+
+async def _is_healthy(headers: Mapping[str, str], url: str, timeout_s: float) -> bool:
+    try:
+        return (await _request(headers, "GET", f"{url}/health", timeout_s=timeout_s)).status == 200
+    except InferenceError:
+        return False
+
+
+async def _request(headers: Mapping[str, str], method: str, url: str, *, timeout_s: float, json: Any = None) -> HttpResponse:
+    """Uses a new connection for each request: queries are rare and come from any event loop."""
+    return await request_once(method, url, headers=headers, json=json, timeout_s=timeout_s, max_bytes=MAX_SMALL_BYTES)
+
+
+def _remaining_s(deadline: float, most: float) -> float:
+    return max(0.0, min(most, deadline - time.monotonic()))
+
+
+def _health_timeout(message: str) -> HealthTimeoutError:
+    """The error is also a `requests.ConnectionError` if that package is loaded, because existing
+    code may catch that type."""
+    requests = sys.modules.get("requests")
+    if requests is None:
+        return HealthTimeoutError(message)
+    return type("HealthTimeoutError", (HealthTimeoutError, requests.ConnectionError), {})(message)

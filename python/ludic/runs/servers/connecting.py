@@ -16,7 +16,7 @@ from ludic.files.folders import clear_unfinished, delete_folder
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.pool import Restarts
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S
+from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S
 from ludic.recipes.schema import Recipe
 from ludic.runs.launching import list_servers
 from ludic.runs.servers.server import MODEL_S, ServerAddresses

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from ludic.errors import TRY_AGAIN, CheckpointError, ConfigError, InferenceError
 from ludic.files.atomic import read_json, write_json
-from ludic.inference.servers.server_secret import HEADER, VARIABLE
 from ludic.inference.vllm.in_server.flags import WeightBackend
+from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
 from ludic.models.positions import find_rope_limits
 from ludic.recipes.compose import compose
 from ludic.recipes.processes import choose_logprob_convention
@@ -152,7 +152,7 @@ def run_server_process(folder: Path, *, name: str, host: str) -> int:
 async def _serve(recipe: Recipe, directory: RunDirectory, name: str, host: str) -> int:
     """The exit status."""
     from ludic.inference.vllm.launch import stop_vllm_server, wait_for_vllm_health
-    from ludic.inference.vllm.server_queries import server_url
+    from ludic.inference.vllm.servers import server_url
 
     stop, signals = listen_for_signals()
     addresses = ServerAddresses(directory.servers)

@@ -32,25 +32,22 @@ def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
 def default_variables(arguments: Sequence[str], *, cpu: bool = False) -> dict[str, str]:
     """Default environment variables of a server with these arguments. `cpu` is for vLLM's CPU
     build."""
-    return {
+    variables = {
         "VLLM_USE_V1": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
-        **({"TORCHDYNAMO_DISABLE": "1"} if cpu else {}),
-        **_update_variables(arguments),
     }
-
-
-def _update_variables(arguments: Sequence[str]) -> dict[str, str]:
-    """The variables that a server needs to take new weights or adapters: vLLM has the endpoints for
-    that only in development mode. Empty for a server that takes neither."""
+    if cpu:
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     flags = {argument.split("=")[0] for argument in arguments}
-    takes_adapters = "--enable-lora" in flags
-    takes_weights = not flags.isdisjoint(["--worker-extension-cls", "--weight-transfer-config"])
-    variables = {"VLLM_SERVER_DEV_MODE": "1"} if takes_adapters or takes_weights else {}
-    return variables | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if takes_adapters else {})
+    # vLLM has the endpoints that take new weights or adapters only in development mode.
+    if not flags.isdisjoint(["--enable-lora", "--worker-extension-cls", "--weight-transfer-config"]):
+        variables["VLLM_SERVER_DEV_MODE"] = "1"
+    if "--enable-lora" in flags:
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return variables
 
 
 def missing_flags(defaults: Sequence[tuple[str, str | None]], explicit: Sequence[str]) -> list[str]:

@@ -42,7 +42,9 @@ def find_refusal(secret: str, method: str, path: str, headers: Mapping[str, str]
             f"{path[:100]} needs the server's secret in the header {HEADER}. Processes of the user that started the server, on its "
             f"machine, send it automatically; for others set {VARIABLE}"
         )
-    if _has_body(headers) and _content_type(headers) != "application/json" and not path.startswith(UPLOADS):
+    has_body = headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if has_body and content_type != "application/json" and not path.startswith(UPLOADS):
         return 415, f"the body of {method} {path[:100]} must be application/json"
     return None
 
@@ -63,14 +65,6 @@ def _is_open(path: str) -> bool:
     if not path.isprintable():
         return False
     return path in OPEN_PATHS or (path.startswith(OPEN_FOLDERS) and path.rstrip("/") not in CLOSED_PATHS)
-
-
-def _has_body(headers: Mapping[str, str]) -> bool:
-    return headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
-
-
-def _content_type(headers: Mapping[str, str]) -> str:
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 class SecretMiddleware:

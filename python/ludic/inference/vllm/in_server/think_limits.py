@@ -46,17 +46,14 @@ class ThinkLimits:
             self.rows[source] = other
 
     def forced_tokens(self) -> dict[int, int]:
-        """Row -> the token that it must sample next. Other rows sample freely."""
-        tokens = {row: self._forced_token(thought) for row, thought in self.rows.items()}
-        return {row: token for row, token in tokens.items() if token is not None}
-
-    def _forced_token(self, thought: Thought) -> int | None:
-        """With limit 3 and closing (7, 8): 7 after 3 tokens of output, 8 after 4 tokens, else
-        None."""
-        step = len(thought.output) - thought.limit
-        if not 0 <= step < len(self.closing) or contains(thought.output[: thought.limit], self.closing):
-            return None
-        return self.closing[step]
+        """Row -> the token that it must sample next. Other rows sample freely. With limit 3 and
+        closing (7, 8): 7 after 3 tokens of output, 8 after 4 tokens."""
+        tokens: dict[int, int] = {}
+        for row, thought in self.rows.items():
+            step = len(thought.output) - thought.limit
+            if 0 <= step < len(self.closing) and not contains(thought.output[: thought.limit], self.closing):
+                tokens[row] = self.closing[step]
+        return tokens
 
 
 def contains(tokens: Sequence[int], part: Sequence[int]) -> bool:

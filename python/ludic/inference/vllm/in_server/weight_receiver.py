@@ -180,13 +180,13 @@ class WeightReceiver:
     def _stage(self, staged: dict[str, Tensor]) -> None:
         self._pushed = set(staged)
         if self.checkpoint is not None:
-            absent = frozen_neighbours(self.checkpoint.weights, staged, self._ever_loaded)
-            lost = sorted((self._ever_loaded - set(staged)) & set(neighbours(self.checkpoint.weights, staged)))
+            absent = [name for name in neighbours(self.checkpoint.weights, staged) if name not in staged]
+            lost = sorted(self._ever_loaded.intersection(absent))
             if lost:
                 raise WeightTransferError(
                     f"{lost[0]!r} was part of earlier pushes and is missing in this one; push it too, or restart the server"
                 )
-            staged.update(self.checkpoint.read(absent))
+            staged.update(self.checkpoint.read(absent))  # they are frozen, as they were never pushed
         self._staged = staged
 
     def take(self) -> list[tuple[str, Tensor]]:
@@ -223,12 +223,6 @@ def neighbours(weights: Mapping[str, Any], names: Mapping[str, Any]) -> list[str
     """
     layers = {_layer(name) for name in names}
     return [name for name in weights if _layer(name) in layers]
-
-
-def frozen_neighbours(weights: Mapping[str, Any], names: Mapping[str, Any], loaded: set[str]) -> list[str]:
-    """The neighbours that were never pushed: they are frozen, and their values are in the server's
-    own checkpoint."""
-    return [name for name in neighbours(weights, names) if name not in names and name not in loaded]
 
 
 def _layer(name: str) -> str:
@@ -275,14 +269,14 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             os.environ[BLOCKING_WAIT] = before
 
 
-def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[], bool] | None = None) -> None:
-    """Send or receive one tensor, and wait until the transfer is complete.
+def broadcast(group: Any, tensor: Tensor, *, refused: Callable[[], bool] | None = None) -> None:
+    """Send a tensor as rank 0, or receive it, and wait until the transfer is complete.
 
     Raises RuntimeError if the other side is gone or too slow, or as soon as `refused` returns True;
     otherwise a broadcast without a receiver would wait for its deadline.
     """
     options = c10d.BroadcastOptions()
-    options.rootRank = root
+    options.rootRank = 0
     work = group.broadcast([tensor], options)
     del group  # else the traceback of an error would keep it open
     while refused is not None and not work.is_completed():
