@@ -36,7 +36,7 @@ from ludic.rollouts.training.rollout_gen.saved_groups import (
 )
 from ludic.rollouts.training.samples import check_sample, name_sample
 from ludic.rollouts.training.types import RewardFn, RolloutBatch, RolloutConfig, Sample, SampleStatus
-from ludic.training.reward_deadline import is_coroutine_function
+from ludic.training.reward_functions import is_coroutine_function
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.group_ledger import Group, PoolCounts, check_number, damaged
 from ludic.training.rollouts.group_pool import GroupPool, Ticket

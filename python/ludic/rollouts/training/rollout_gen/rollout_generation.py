@@ -13,7 +13,7 @@ from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, Re
 from ludic.interaction.containment import describe_error
 from ludic.rollouts.training.samples import check_sample
 from ludic.rollouts.training.types import RolloutBatch, RolloutConfig, Sample
-from ludic.training.reward_deadline import is_coroutine_function
+from ludic.training.reward_functions import is_coroutine_function
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.member_calls import seed_of_member
 
