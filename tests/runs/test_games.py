@@ -147,12 +147,14 @@ def test_a_task_satisfies_its_interface(task: EpisodicTask) -> None:
     assert task.demonstrations(5, Random(7)) == task.demonstrations(5, Random(7))
 
 
-@pytest.mark.parametrize("task", [DigitSort(), Addition()])
-def test_a_single_turn_task_is_adapted_to_an_episodic_task(task: Any) -> None:
+@pytest.mark.parametrize(
+    ("task", "rates"), [(DigitSort(), {}), (Addition(), {"scratchpad_right": "the whole scratchpad is the textbook's"})]
+)
+def test_a_single_turn_task_is_adapted_to_an_episodic_task(task: Any, rates: dict[str, str]) -> None:
     episodic = as_episodic(task)
     problems = [task.draw(rng) for rng in [Random(4)] for _ in range(3)]
     assert [turn.observation for [turn] in episodic.demonstrations(3, Random(4))] == [problem["question"] for problem in problems]
-    assert (episodic.max_turns, episodic.success_reward, episodic.rates) == (1, 1.0, task.facts)
+    assert (episodic.max_turns, episodic.success_reward, episodic.rates) == (1, 1.0, rates)
     assert list(episodic.suites().values()) == [task.heldout()]
 
 
@@ -417,4 +419,4 @@ def test_a_run_with_several_turns_is_reproducible(tiny: list[str], tmp_path: Pat
 def test_an_invalid_end_of_turn_token_is_refused(tiny: list[str]) -> None:
     result = CliRunner().invoke(app, ["train", "tools", *tiny, "network.end_of_turn=bell"])
     assert result.exit_code == 2
-    assert "network.end_of_turn (bell) must be eos or newline" in result.stderr
+    assert "network.end_of_turn (bell) must be one of eos, newline" in result.stderr

@@ -372,10 +372,10 @@ def test_the_doctor_lists_versions_devices_and_extras() -> None:
     for said in ("torch", "CPU", "CUDA", "wandb"):
         assert said in shown
     report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
-    assert set(report) == {"python", "platform", "packages", "core", "devices", "extras"}
+    assert set(report) == {"namesake", "python", "platform", "packages", "core", "devices", "extras"}
     assert report["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert all(extra["adds"] for extra in report["extras"].values())
-    assert set(report["extras"]) <= set(metadata("ludic").get_all("Provides-Extra") or [])
+    assert set(report["extras"]) <= set(metadata("ludic-rl").get_all("Provides-Extra") or [])
 
 
 def test_the_version_is_that_of_the_package() -> None:
