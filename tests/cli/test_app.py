@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
+from ludic import __version__
 from ludic.cli.app import app
 from ludic.models.loading import describe_device
 from ludic.recipes.compose import compose
@@ -22,12 +22,12 @@ def ludic(*arguments, code=0):
 
 
 def test_the_version_flag_prints_what_the_version_command_prints():
-    assert ludic("--version") == ludic("version") == version("ludic")
+    assert ludic("--version") == ludic("version") == __version__
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo", "eval", "rollout", "doctor"])
 def test_the_version_flag_works_after_a_command(command):
-    assert ludic(command, "--version") == version("ludic")
+    assert ludic(command, "--version") == __version__
 
 
 def test_a_version_flag_for_vllm_is_passed_on():
@@ -38,7 +38,7 @@ def test_the_package_runs_as_a_module():
     shown = subprocess.run(
         [sys.executable, "-m", "ludic.cli", "version"], capture_output=True, text=True, check=True, timeout=600
     )
-    assert shown.stdout.strip() == version("ludic")
+    assert shown.stdout.strip() == __version__
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="on Linux no folder can be created in /proc")

@@ -381,4 +381,4 @@ def test_the_doctor_lists_versions_devices_and_extras() -> None:
 def test_the_version_is_that_of_the_package() -> None:
     from importlib.metadata import version
 
-    assert CliRunner().invoke(app, ["version"]).output.strip() == version("ludic")
+    assert CliRunner().invoke(app, ["version"]).output.strip() == version("ludic-rl")
