@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from reward_scoring import rollout, score
 
 from ludic.errors import ConfigError, GradingError
-from ludic.training.reward_functions import RewardFunctions, TrainerState, WrongLength
+from ludic.training.reward_functions import RewardFunctions, TrainerState, WrongLength, is_coroutine_function
 from ludic.types import Rollout, Step, TokenTrace
 
 # ---- functions from TRL's documentation, run unchanged
@@ -339,3 +339,22 @@ def test_an_argument_that_the_data_lacks_is_refused_before_anything_is_played():
         match=r"accuracy_of_chat asks for answer, which the data does not have; its columns besides the prompt: level",
     ):
         scorer.check_columns(["level"])
+
+
+class Holder:
+    """A callable with an attribute `func`, as a `functools.partial` has."""
+
+    def __init__(self, func):
+        self.func = func
+
+    def __call__(self):
+        return None
+
+
+async def in_coroutine():
+    """Nothing."""
+
+
+def test_only_a_partial_is_looked_into_for_a_coroutine_function():
+    assert is_coroutine_function(functools.partial(functools.partial(in_coroutine)))
+    assert not is_coroutine_function(Holder(in_coroutine))

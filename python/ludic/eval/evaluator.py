@@ -48,9 +48,25 @@ async def run_eval(
     return records, {**count_failures(rollouts), **reduced}
 
 
-def run_eval_sync(**arguments: Any) -> tuple[list[Record], Metrics]:
-    """`run_eval` for synchronous code, with its arguments."""
-    return EventLoop().run(run_eval(**arguments), instead="run_eval(...)")
+def run_eval_sync(
+    *,
+    engine: RolloutEngine,
+    requests: Sequence[RolloutRequest],
+    reducers: Mapping[str, Reducer],
+    max_steps: int,
+    timeout_s: float | None = None,
+    concurrency: int = 8,
+) -> tuple[list[Record], Metrics]:
+    """`run_eval` for synchronous code."""
+    evaluation = run_eval(
+        engine=engine,
+        requests=requests,
+        reducers=reducers,
+        max_steps=max_steps,
+        timeout_s=timeout_s,
+        concurrency=concurrency,
+    )
+    return EventLoop().run(evaluation, instead="run_eval(...)")
 
 
 def reduce_rollouts(rollouts: Sequence[Rollout], reducers: Mapping[str, Reducer]) -> tuple[list[Record], Metrics]:

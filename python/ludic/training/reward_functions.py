@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from ludic.envs.dataset_qa_env import prompt_shown
@@ -114,8 +115,9 @@ class ThreadedCalls:
 
 def is_coroutine_function(function: Callable[..., object]) -> bool:
     """Whether a call returns a coroutine, and so cannot block."""
-    inner = getattr(function, "func", function)  # functools.partial
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 @contextmanager

@@ -1,9 +1,13 @@
 import asyncio
+import inspect
 
 import pytest
 from fake_sandboxes import FakePool, Scripted
 from jumping_loop import play_jumping
 
+from ludic.envs.code_exec.backend import UnsafeSubprocessPool
+from ludic.envs.code_exec.bubblewrap import BubblewrapSandboxPool
+from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.types import (
     BatchTestResult,
@@ -282,3 +286,10 @@ def test_a_sandbox_that_outlives_its_pool_is_given_back_without_an_error():
         assert sandbox.stopped
 
     asyncio.run(main())
+
+
+def test_a_pool_takes_the_arguments_of_every_pool_in_their_order():
+    """`BaseSandboxPool` and the pools of containers take them so too."""
+    base = list(inspect.signature(BaseSandboxPool).parameters)
+    for pool in (BubblewrapSandboxPool, UnsafeSubprocessPool):
+        assert list(inspect.signature(pool).parameters)[2:] == base[1:]

@@ -167,3 +167,16 @@ def test_a_target_above_the_entropy_of_equal_weights_is_refused():
         check_reachable(EntropySchedule(2.08), 8)
     with pytest.raises(ConfigError, match="lower the target or sample larger groups"):
         check_reachable(EntropySchedule(None, start=2.2, final=1.0, horizon=5), 8)
+
+
+def test_a_target_that_changes_while_training_switches_the_controller_off_and_on():
+    beta = Coefficient(0.1)
+    controller = KLController(beta, target=0.07, horizon=500)
+    controller.target = 0.0
+    assert not controller.reads_kl
+    controller.update(Observation(step=0, kl=0.14))
+    assert float(beta) == 0.1
+    controller.target = 0.07
+    assert controller.reads_kl
+    controller.update(Observation(step=0, kl=0.14))
+    assert float(beta) == pytest.approx(0.1002)

@@ -235,9 +235,16 @@ class UnsafeSubprocessPool(BaseSandboxPool):
     """**No sandbox**: programs can read and delete this user's files, and use the network. The
     limits of time, memory and output hold. Warns once."""
 
-    def __init__(self, n_workers: int = 4, python_version: str | None = None, **settings: Any) -> None:
-        """`settings` are arguments of `BaseSandboxPool`."""
-        super().__init__(n_workers, **settings)
+    def __init__(
+        self,
+        n_workers: int = 4,
+        python_version: str | None = None,
+        cache_size: int = 10_000,
+        auto_replace_failed: bool = True,
+        max_consecutive_failures: int = 5,
+        max_concurrent_ops: int = 8,
+    ) -> None:
+        super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
         self._python_version = python_version or OWN_VERSION
         warnings.warn(
             "unsafe_subprocess runs programs without a sandbox: they can do all that this user can", RuntimeWarning, stacklevel=2

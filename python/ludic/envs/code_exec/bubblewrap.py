@@ -100,9 +100,16 @@ class BubblewrapProcess(LineProcess):
 class BubblewrapSandboxPool(BaseSandboxPool):
     """A pool of `n_workers` sandboxes by bubblewrap."""
 
-    def __init__(self, n_workers: int = 4, config: BubblewrapConfig | None = None, **settings: Any) -> None:
-        """`settings` are arguments of `BaseSandboxPool`."""
-        super().__init__(n_workers, **settings)
+    def __init__(
+        self,
+        n_workers: int = 4,
+        config: BubblewrapConfig | None = None,
+        cache_size: int = 10_000,
+        auto_replace_failed: bool = True,
+        max_consecutive_failures: int = 5,
+        max_concurrent_ops: int = 8,
+    ) -> None:
+        super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
         self._config = config or BubblewrapConfig()
 
     @property

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ludic.envs.dataset_qa_env import DatasetQAEnv, Sample
+from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, Sample
 from ludic.envs.maths.grader import (
     MathGrader,
     completion_text,
@@ -33,9 +33,27 @@ class MathQAEnv(DatasetQAEnv):
     reward.
     """
 
-    def __init__(self, sample: Sample, *, grader: MathGrader | None = None, **settings: Any) -> None:
-        """`settings` are arguments of `DatasetQAEnv`."""
-        super().__init__(sample, **settings)
+    def __init__(
+        self,
+        sample: Sample,
+        *,
+        prompt_key: str,
+        answer_key: str,
+        target_parser: ParserFn,
+        system_prompt: str | None,
+        grader: MathGrader | None = None,
+        correct_reward: float = 1.0,
+        incorrect_reward: float = 0.0,
+    ) -> None:
+        super().__init__(
+            sample,
+            prompt_key=prompt_key,
+            answer_key=answer_key,
+            system_prompt=system_prompt,
+            target_parser=target_parser,
+            correct_reward=correct_reward,
+            incorrect_reward=incorrect_reward,
+        )
         self._grader = grader or shared_grader()
 
     async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]  # the protocol awaits it
@@ -46,17 +64,40 @@ class MathQAEnv(DatasetQAEnv):
 class GSM8KEnv(MathQAEnv):
     """A row of GSM8K: `question`, and `answer`, whose target is the last number after `####`."""
 
-    def __init__(self, sample: Sample, *, system_prompt: str | None = GSM8K_SYSTEM_PROMPT, **settings: Any) -> None:
-        """`settings` are arguments of `MathQAEnv`, such as `grader` and `correct_reward`."""
-        super().__init__(sample, target_parser=gsm8k_target, system_prompt=system_prompt, **settings)
+    def __init__(
+        self,
+        sample: Sample,
+        *,
+        system_prompt: str | None = GSM8K_SYSTEM_PROMPT,
+        grader: MathGrader | None = None,
+        correct_reward: float = 1.0,
+        incorrect_reward: float = 0.0,
+    ) -> None:
+        super().__init__(
+            sample,
+            prompt_key="question",
+            answer_key="answer",
+            target_parser=gsm8k_target,
+            system_prompt=system_prompt,
+            grader=grader,
+            correct_reward=correct_reward,
+            incorrect_reward=incorrect_reward,
+        )
 
 
 class MATHEnv(MathQAEnv):
     r"""A row of MATH: `problem` or `question`, and `solution` or `answer`, whose target is the
     last `\boxed{...}`."""
 
-    def __init__(self, sample: Sample, *, system_prompt: str | None = MATH_SYSTEM_PROMPT, **settings: Any) -> None:
-        """`settings` are arguments of `MathQAEnv`, such as `grader` and `correct_reward`."""
+    def __init__(
+        self,
+        sample: Sample,
+        *,
+        system_prompt: str | None = MATH_SYSTEM_PROMPT,
+        grader: MathGrader | None = None,
+        correct_reward: float = 1.0,
+        incorrect_reward: float = 0.0,
+    ) -> None:
         first_present(sample, "problem", "question"), first_present(sample, "solution", "answer")
         super().__init__(
             sample,
@@ -64,7 +105,9 @@ class MATHEnv(MathQAEnv):
             answer_key="solution" if sample.get("solution") is not None else "answer",
             target_parser=math_target,
             system_prompt=system_prompt,
-            **settings,
+            grader=grader,
+            correct_reward=correct_reward,
+            incorrect_reward=incorrect_reward,
         )
 
 

@@ -107,7 +107,6 @@ class EntropyController:
     ) -> None:
         """`most` None or 0: no upper bound. Raises ConfigError for invalid values."""
         self.tau, self.lr = tau, lr
-        self.coefficients: Mapping[str, Coefficient] = {"tau": tau}
         self.entropy_target = as_schedule(target)
         self.least, self.most = least, most or sys.float_info.max
         self.warmup_steps, self.ema_decay = warmup_steps, ema_decay
@@ -125,6 +124,11 @@ class EntropyController:
             raise ConfigError(f"ema_decay ({ema_decay}) must be in [0, 1)")
         self._log_tau = math.log(float(tau))
         self._ema: float | None = None
+
+    @property
+    def coefficients(self) -> Mapping[str, Coefficient]:
+        """What it sets, by name."""
+        return {"tau": self.tau}
 
     def update(self, seen: Observation) -> dict[str, float]:
         """Set tau. Returns the moving average and its distance from the target."""

@@ -30,11 +30,18 @@ class KLController:
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{setting} ({value}) of the KL controller must be >= 0; 0 keeps beta fixed")
         self.beta, self.target, self.horizon, self.step_size = beta, target, horizon, step_size
-        self.coefficients: Mapping[str, Coefficient] = {"beta": beta}
-        self.reads_kl = bool(target and horizon and step_size)
-        """Whether it changes beta, for which it needs the KL of the step."""
         if self.reads_kl and not float(beta) > 0:
             raise ConfigError("beta (0) cannot leave 0 by a factor; begin above 0, or leave the KL controller out")
+
+    @property
+    def coefficients(self) -> Mapping[str, Coefficient]:
+        """What it sets, by name."""
+        return {"beta": self.beta}
+
+    @property
+    def reads_kl(self) -> bool:
+        """Whether it changes beta, for which it needs the KL of the step."""
+        return bool(self.target and self.horizon and self.step_size)
 
     def update(self, seen: Observation) -> dict[str, float]:
         """Set beta. Returns no statistics."""

@@ -138,11 +138,18 @@ class MetaController:
         if beta is not None and (rate := lr if beta_lr is None else beta_lr):
             self._parameters["beta"] = _bounded(beta, rate, 0.0, beta_most)
         self._tau, self._beta = tau, beta
-        self.coefficients: Mapping[str, Coefficient] = {name: each.coefficient for name, each in self._parameters.items()}
-        self.reads_kl = kl_target is not None or (self.method != "analytic" and "beta" in self._parameters)
+        self._check(lr, tau_lr, beta_lr, tau_least)
+
+    @property
+    def coefficients(self) -> Mapping[str, Coefficient]:
+        """What it sets, by name."""
+        return {name: parameter.coefficient for name, parameter in self._parameters.items()}
+
+    @property
+    def reads_kl(self) -> bool:
         """Whether it needs the reference: for the KL of the step, or the KL and the slopes of the
         weights."""
-        self._check(lr, tau_lr, beta_lr, tau_least)
+        return self.kl_target is not None or (self.method != "analytic" and "beta" in self._parameters)
 
     def _check(self, lr: float, tau_lr: float | None, beta_lr: float | None, tau_least: float) -> None:
         rates = {"lr": lr, "tau_lr": tau_lr, "beta_lr": beta_lr}
