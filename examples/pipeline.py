@@ -32,7 +32,7 @@ from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.envs import SingleAgentEnv
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
-from ludic.inference.publishing import Publisher
+from ludic.inference.client import Publisher
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
 from ludic.parsers import ParseResult

@@ -16,9 +16,14 @@ from typing import Any
 
 MOVED = {
     "ludic.agent": "ludic.agents",
+    "ludic.context.base": "ludic.context.strategies",
+    "ludic.context.full_dialog": "ludic.context.strategies",
+    "ludic.context.truncated_thinking": "ludic.context.strategies",
     "ludic.envs.code_exec.factory": "ludic.envs.code_exec.backend",
+    "ludic.envs.single_agent_env": "ludic.envs.env",
     "ludic.eval.core": "ludic.eval.evaluator",
     "ludic.inference.extensions.base": "ludic.inference.extensions.vllm",
+    "ludic.inference.sampling": "ludic.inference.request",
     "ludic.inference.servers.client_tag_middleware": "ludic.inference.vllm.in_server.client_tag_middleware",
     "ludic.inference.servers.secret_middleware": "ludic.inference.vllm.in_server.secret_middleware",
     "ludic.inference.vllm.think": "ludic.inference.vllm.in_server.think_processor",
@@ -26,7 +31,7 @@ MOVED = {
     "ludic.inference.vllm_client": "ludic.inference.vllm.reward_client",
     "ludic.inference.vllm_server": "ludic.inference.vllm.in_server.server",
     "ludic.inference.vllm_utils": "ludic.inference.vllm.launch",
-    "ludic.interaction.info": "ludic.interaction.steps",
+    "ludic.interaction.info": "ludic.interaction.base",
     "ludic.interaction.step_collector": "ludic.interaction.multi_agent",
     "ludic.recipes.tokenizer": "ludic.models.byte_tokenizer",
     "ludic.rollouts.agents": "ludic.agents",

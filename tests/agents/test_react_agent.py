@@ -11,7 +11,7 @@ from ludic.agents import ReActAgent
 from ludic.context import FullDialog
 from ludic.errors import ConfigError, LudicError
 from ludic.inference import InferenceSpec
-from ludic.inference.sampling import call_seed, derive_seed
+from ludic.inference.request import call_seed, derive_seed
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
 from ludic.training import EpisodicReturn, GroupNormalizedReturn, MonteCarloReturn

@@ -16,7 +16,7 @@ from ludic.distributed import (
 )
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
-from ludic.inference.publishing import Publisher, as_publisher
+from ludic.inference.client import Publisher, as_publisher
 from ludic.models.published import published_weights
 
 

@@ -18,9 +18,8 @@ from ludic.inference import (
     ToolRequest,
     VLLMExtensions,
 )
-from ludic.inference.client import ChatResponse
-from ludic.inference.sampling import check_sampling
-from ludic.types import TokenTrace
+from ludic.inference.request import check_sampling
+from ludic.types import ChatResponse, TokenTrace
 
 
 def test_sampling_parameters_become_openai_arguments_with_plain_numbers():

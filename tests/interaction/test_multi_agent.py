@@ -14,7 +14,7 @@ from ludic.context import FullDialog
 from ludic.envs import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
-from ludic.inference.sampling import agent_seed
+from ludic.inference.request import agent_seed
 from ludic.interaction import MultiAgentProtocol
 from ludic.models.byte_tokenizer import make_line_tokenizer
 from ludic.parsers import ParseResult

@@ -11,7 +11,7 @@ from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
-from ludic.inference.sampling import derive_seed
+from ludic.inference.request import derive_seed
 from ludic.interaction import SingleAgentProtocol, TraceCollector, merge_step_info
 from ludic.interaction.single_agent import SingleAgentSyncProtocol, _has_async_env_methods
 from ludic.parsers import ParseResult

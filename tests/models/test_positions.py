@@ -11,7 +11,7 @@ from training_samples import TOKENIZER, ListSource, branching_items, cpu_config
 
 from ludic.inference.local.client import LocalChatClient
 from ludic.inference.local.decode import Bounds, DecodeRequest, decode
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import SamplingParams
 from ludic.models.packed_attention import PACKED, set_attention
 from ludic.models.positions import find_rope_limits, pin_rope
 from ludic.runs.servers.server import _read_rope_limit

@@ -14,7 +14,7 @@ from typing import Any
 from jumping_loop import play_jumping
 
 from ludic.errors import RequestsExhausted
-from ludic.inference.sampling import derive_seed
+from ludic.inference.request import derive_seed
 from ludic.training.rollouts.group_pool import GroupBatch, GroupPool, Ticket
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ludic.context.base import ContextStrategy
+from ludic.context.strategies import ContextStrategy
 from ludic.errors import InferenceError
 from ludic.inference.client import ChatClient
 from ludic.inference.prompts.template import read_template_kwargs

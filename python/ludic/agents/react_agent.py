@@ -9,8 +9,7 @@ from typing import Any
 from ludic.agents.base_agent import IntermediateCall
 from ludic.agents.tool_agent import ToolAgent
 from ludic.errors import ConfigError, ConfigTypeError
-from ludic.inference.request import InferenceSpec
-from ludic.inference.sampling import call_seed
+from ludic.inference.request import InferenceSpec, call_seed
 from ludic.parsers import ParseResult
 from ludic.types import Message, TokenTrace
 

@@ -1,7 +1,5 @@
 """Contexts, which decide which messages of an episode the model sees."""
 
-from ludic.context.base import ContextStrategy
-from ludic.context.full_dialog import FullDialog, GivenDialog
-from ludic.context.truncated_thinking import TruncatedThinkingContext
+from ludic.context.strategies import ContextStrategy, FullDialog, GivenDialog, TruncatedThinkingContext
 
 __all__ = ["ContextStrategy", "FullDialog", "GivenDialog", "TruncatedThinkingContext"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
-from ludic.inference.publishing import PolicyPublisher as PolicyPublisher
+from ludic.inference.client import PolicyPublisher as PolicyPublisher
 
 if TYPE_CHECKING:
     from torch import Tensor

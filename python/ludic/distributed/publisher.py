@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, describe_weights
 from ludic.errors import PublishError
-from ludic.inference.publishing import Publisher, Version, Weights, WeightSource, as_publisher
+from ludic.inference.client import Publisher, Version, Weights, WeightSource, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,9 +2,8 @@
 other libraries."""
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, PromptEnv, Sample, VerifierFn
-from ludic.envs.env import LudicEnv
+from ludic.envs.env import LudicEnv, SingleAgentEnv
 from ludic.envs.key_value import KeyValueEnv
-from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.envs.tictactoe import TicTacToeEnv, TwoPlayerTicTacToeEnv
 
 __all__ = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome
 

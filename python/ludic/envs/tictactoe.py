@@ -16,8 +16,7 @@ from functools import cache
 from random import Random
 from typing import Protocol
 
-from ludic.envs.env import LudicEnv
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import LudicEnv, SingleAgentEnv
 from ludic.errors import ConfigError, DataError, RolloutError
 from ludic.types import Info, StepOutcome
 

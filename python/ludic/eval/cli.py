@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
-from ludic.context.base import ContextStrategy
+from ludic.context.strategies import ContextStrategy
 from ludic.files.jsonl import write_jsonl as write_jsonl
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol

@@ -10,7 +10,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import EventLoop, await_if_needed
-from ludic.inference.sampling import derive_seed
+from ludic.inference.request import derive_seed
 from ludic.list_fields import stored
 from ludic.training.evaluators.protocol import Evaluator as Evaluator
 from ludic.training.rollouts.engine import RolloutEngine

@@ -6,6 +6,8 @@ from ludic.inference.request import (
     ChatCompletionRequest as ChatCompletionRequest,
     InferenceSpec as InferenceSpec,
     ReturnSpec as ReturnSpec,
+    SamplingConfig as SamplingConfig,
+    SamplingParams as SamplingParams,
     ToolRequest as ToolRequest,
 )
 from ludic.inference.reward_types import (
@@ -14,7 +16,6 @@ from ludic.inference.reward_types import (
     ScoringRequest as ScoringRequest,
     ScoringResponse as ScoringResponse,
 )
-from ludic.inference.sampling import SamplingConfig as SamplingConfig, SamplingParams as SamplingParams
 from ludic.inference.servers.openai_client import OpenAIChatClient as OpenAIChatClient
 from ludic.inference.vllm.client import VLLMChatClient as VLLMChatClient
 from ludic.inference.vllm.launch import start_vllm_server as start_vllm_server, wait_for_vllm_health as wait_for_vllm_health

@@ -1,20 +1,127 @@
-"""The interfaces of inference clients, for agents and publishers, and the episode that a request
-belongs to: with it an engine caches the prefix for the episode's next turn.
-"""
+"""The interfaces of inference clients, for agents and publishers; of publishers, which replace the
+weights of the model that a client samples from; and the episode that a request belongs to: with it
+an engine caches the prefix for the episode's next turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ludic.inference.publishing import Weights
-from ludic.inference.request import ChatCompletionRequest
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.types import ChatResponse, TokenTrace
+from ludic.user_objects import forward_members
 
-__all__ = ["ChatClient", "ChatResponse", "CompletesTokens", "VersionedClient"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Version = str | int | None
+"""The name of a set of weights, usually the trainer's step."""
+Weights = Mapping[str, "Tensor"]
+"""Name -> weight."""
+
+
+@runtime_checkable
+class PolicyPublisher(Protocol):
+    """Makes new weights the ones that are sampled from. `publish` may be a coroutine function."""
+
+    def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None: ...
+
+
+class WeightSource(Protocol):
+    """Weights that are gathered from several processes while they are read, so that one process
+    never has all of them. Each iteration gathers them again, in the same order."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor), a part of them in memory at a time."""
+        ...
+
+    def describe(self) -> Weights:
+        """Name -> a tensor on the device `meta` with the shape and the dtype to come."""
+        ...
+
+
+class Publisher:
+    """Base class of publishers: `publish`, and defaults for the other members that the trainer
+    uses. `as_publisher` wraps any object with `publish`."""
+
+    needs_weights: bool = True
+    """Whether `publish` reads the weights. A publisher that has the backend write a folder does
+    not: all ranks call its `publish`, with an empty mapping."""
+
+    def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None:
+        """Make these weights the ones that are sampled from, under this version."""
+        raise NotImplementedError(f"{type(self).__name__} does not publish")
+
+    def publish_stream(self, weights: WeightSource, version: Version = None) -> Awaitable[None] | None:
+        """`publish` for weights that are sharded over ranks. By default they are collected first,
+        so that this process holds the whole model."""
+        return self.publish(dict(weights), version=version)
+
+    def expect_change(self, expected: bool) -> None:
+        """Set whether there was a gradient since the last push. Called before each `publish`; the
+        default is that there was."""
+
+    def close(self) -> None:
+        """Close the connections to the servers, which keep their weights."""
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds of the last push, by phase. Empty if they are not measured."""
+        return {}
+
+
+@forward_members("_publisher", ["needs_weights", "expect_change"])
+class _UserPublisher(Publisher):
+    """Wraps a user's object with `publish`, which may also have `expect_change` and
+    `needs_weights`."""
+
+    def __init__(self, publisher: PolicyPublisher) -> None:
+        self._publisher = publisher
+
+    def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None:
+        return self._publisher.publish(state_dict, version=version)
+
+
+def as_publisher(publisher: PolicyPublisher) -> Publisher:
+    """The publisher itself if it derives from `Publisher`, else a wrapper with the defaults."""
+    return publisher if isinstance(publisher, Publisher) else _UserPublisher(publisher)
+
+
+class PushTarget:
+    """The servers of one model, as publishers see them. Clients that can push derive from it.
+
+    >>> client.all_urls()
+    ['http://127.0.0.1:8000']
+    """
+
+    server_url: str = ""
+    """The address of the first server."""
+    server_urls: Sequence[str] = ()
+    """The address of each server. May be empty if there is only `server_url`."""
+    connections: Any = None
+    """The connections of the last publisher that was made for these servers; they have `close`."""
+
+    def all_urls(self) -> list[str]:
+        """The address of each server."""
+        return [str(url) for url in self.server_urls or [self.server_url] if url]
+
+    @property
+    def request_headers(self) -> Mapping[str, str]:
+        """Headers of every request to these servers, such as the API key."""
+        return {}
+
+    def hold_connections(self, connections: Any) -> None:
+        """Remember the connections that a publisher made for these servers."""
+        self.connections = connections
+
+    def weights_changed(self, version: Version, *, lost: Sequence[str] = ()) -> None:
+        """Called after a push: `version` is served now, and the servers at the URLs `lost` must not
+        get requests any more."""
+
+    def adapter_changed(self, name: str, served_name: str) -> None:
+        """Called after a push of adapters: requests for the model `name` go to `served_name`."""
 
 
 class ChatClient(Protocol):

@@ -1,16 +1,137 @@
-"""Requests to a model: messages, sampling parameters, what to return, tools."""
+"""Requests to a model: messages, sampling parameters, returned values, tools, and the seeds of
+model calls.
+
+Seeds are derived from the seed of an episode: for each step, each agent, and each model call within
+a step. They are outputs of SplitMix64 (Steele et al. 2014), reduced to the 31 bits that every
+server accepts. From None, all derived seeds are None.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.inference.extensions.vllm import BackendExtensions
-from ludic.inference.sampling import SamplingParams
 from ludic.list_fields import stored
 from ludic.types import ChatResponse, Message, TokenTrace
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings in OpenAI's terms."""
+
+    temperature: float = 0.7
+    """0 takes the most likely token."""
+    max_tokens: int = 256
+    """Maximum number of sampled tokens, including the end token."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: str | list[str] | None = None
+    """Text that ends the completion; several texts in a list. None may be empty."""
+    top_k: int = 0
+    """Sample from this number of the most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Sample from the tokens that are at least this many times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of the prompt and the answer are divided by it, negative ones
+    multiplied (Keskar et al. 2019)."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens come from another distribution than softmax(logits / temperature)."""
+        return self.top_p < 1 or bool(self.server_fields())
+
+    def server_fields(self) -> dict[str, Any]:
+        """Fields of vLLM and SGLang that OpenAI has not, without those that change nothing."""
+        fields = {"top_k": (self.top_k, 0), "min_p": (self.min_p, 0.0), "repetition_penalty": (self.repetition_penalty, 1.0)}
+        return {name: value for name, (value, off) in fields.items() if value != off}
+
+    def to_openai_kwargs(self) -> dict[str, Any]:
+        """Keywords of an OpenAI chat completion."""
+        kwargs: dict[str, Any] = {
+            "temperature": float(self.temperature),
+            "max_tokens": int(self.max_tokens),
+            "top_p": float(self.top_p),
+            "frequency_penalty": float(self.frequency_penalty),
+            "presence_penalty": float(self.presence_penalty),
+        }
+        if self.stop:
+            kwargs["stop"] = self.stop
+        return kwargs
+
+
+SamplingConfig = SamplingParams
+
+
+def make_sampling(section: object, **changes: Any) -> SamplingParams:
+    """The sampling of a section of settings, whose fields have the same names, with `changes`."""
+    given = {item.name: getattr(section, item.name) for item in fields(SamplingParams) if hasattr(section, item.name)}
+    return SamplingParams(**{**given, **changes})
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raise ConfigError for a value that is outside its range."""
+    if not 0 <= params.temperature < float("inf"):
+        raise ConfigError(f"temperature ({params.temperature}) must be >= 0 and finite; 0 takes the most likely token")
+    if not 0 < params.top_p <= 1:
+        raise ConfigError(f"top_p ({params.top_p}) must be in (0, 1]; 1 keeps all tokens")
+    if params.max_tokens < 1:
+        raise ConfigError(f"max_tokens ({params.max_tokens}) must be >= 1")
+    if params.top_k < 0 or not 0 <= params.min_p <= 1:
+        raise ConfigError(f"top_k ({params.top_k}) must be >= 0 and min_p ({params.min_p}) in [0, 1]; 0 keeps all tokens")
+    if not 0 < params.repetition_penalty < float("inf"):
+        raise ConfigError(f"repetition_penalty ({params.repetition_penalty}) must be > 0 and finite; 1 changes nothing")
+    if not all(isinstance(text, str) and text for text in ([params.stop] if isinstance(params.stop, str) else params.stop or [])):
+        raise ConfigError(
+            f"stop ({params.stop!r}) must be a text, or a list of texts, none empty; null: the end token ends an answer"
+        )
+
+
+def check_penalties(params: SamplingParams) -> None:
+    """Raise ConfigError for a penalty outside the range that servers accept."""
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not -2 <= getattr(params, name) <= 2:
+            raise ConfigError(f"{name} ({getattr(params, name)}) must be in [-2, 2]; 0 changes nothing")
+
+
+GAMMA = 0x9E3779B97F4A7C15
+"""The increment of SplitMix64."""
+
+
+def derive_seed(seed: int | None, index: int) -> int | None:
+    """The seed of a step, or of another part with this index: `seed` itself for index 0, a derived
+    one for any other."""
+    if seed is None or index == 0:
+        return seed
+    return _mix(seed + index * GAMMA)
+
+
+def call_seed(seed: int | None, call: int) -> int | None:
+    """The seed of a model call within a step: the step's own seed for call 0, a derived one for any
+    other. Indices of calls are negative, so that the calls of step 0 do not get the seeds of later
+    steps."""
+    return derive_seed(seed, -call)
+
+
+def agent_seed(seed: int | None, agent_id: str, step: int) -> int | None:
+    """The seed of one agent's step. It depends on the agent's id, not on the other agents."""
+    if seed is None:
+        return None
+    name = int.from_bytes(hashlib.blake2b(agent_id.encode(), digest_size=8).digest(), "little")
+    return _mix(seed + name + step * GAMMA)
+
+
+def _mix(number: int) -> int:
+    """The output function of SplitMix64, modulo 2**31."""
+    mixed = number % 2**64
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+    return (mixed ^ (mixed >> 31)) % 2**31
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
+from ludic.inference.client import PolicyPublisher, PushTarget, Weights
 from ludic.inference.prompts.tokens import Dialogue, PromptTokens
-from ludic.inference.publishing import PolicyPublisher, PushTarget, Weights
-from ludic.inference.request import ChatCompletionRequest
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
 from ludic.inference.servers.errors import AbortedError, RetryPolicy
 from ludic.inference.servers.http import HttpResponse, ServerCalls

@@ -10,12 +10,12 @@ from typing import Any
 from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
-from ludic.inference.request import InferenceSpec
-from ludic.inference.sampling import agent_seed
-from ludic.interaction.base import InteractionProtocol, await_results
-from ludic.interaction.containment import run_contained
-from ludic.interaction.steps import (
+from ludic.event_loop import run_contained
+from ludic.inference.request import InferenceSpec, agent_seed
+from ludic.interaction.base import (
     Answer,
+    InteractionProtocol,
+    await_results,
     make_failed_step,
     make_intermediate_steps,
     make_played_step,

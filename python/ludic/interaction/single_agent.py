@@ -8,10 +8,16 @@ from typing import Any
 from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, RolloutError
-from ludic.inference.request import InferenceSpec
-from ludic.inference.sampling import derive_seed
-from ludic.interaction.base import InteractionProtocol, await_results
-from ludic.interaction.steps import make_failed_step, make_intermediate_steps, make_played_step, mark_truncated, system_prompt
+from ludic.inference.request import InferenceSpec, derive_seed
+from ludic.interaction.base import (
+    InteractionProtocol,
+    await_results,
+    make_failed_step,
+    make_intermediate_steps,
+    make_played_step,
+    mark_truncated,
+    system_prompt,
+)
 from ludic.types import Rollout, Step, StepOutcome
 
 

@@ -7,8 +7,7 @@ from ludic.envs.adapters.verifiers_rollouts import rollout_from_trace
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
-from ludic.inference.request import InferenceSpec, ReturnSpec
-from ludic.inference.sampling import derive_seed
+from ludic.inference.request import InferenceSpec, ReturnSpec, derive_seed
 from ludic.interaction.base import InteractionProtocol
 from ludic.types import Rollout
 

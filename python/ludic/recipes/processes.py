@@ -10,7 +10,7 @@ from typing import Any, Literal, Optional
 from urllib.parse import parse_qsl, urlsplit
 
 from ludic.errors import ConfigError
-from ludic.inference.sampling import make_sampling
+from ludic.inference.request import make_sampling
 from ludic.recipes.rules import setting
 
 _ACTORS = "place.actors or queue.url"

@@ -13,7 +13,7 @@ import numpy as np
 from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.files.jsonl import read_jsonl
 from ludic.inference.local import LocalChatClient
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import SamplingParams
 from ludic.training.types import SAWItem
 
 TIMES = ("before", "after", "end")

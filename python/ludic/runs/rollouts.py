@@ -15,11 +15,11 @@ from typing import Any
 from ludic.agents import Agent
 from ludic.context import GivenDialog
 from ludic.data.passes import Passes, shuffle_range
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec
-from ludic.inference.sampling import check_sampling, make_sampling
+from ludic.inference.request import check_sampling, make_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.actors import build_group_filter, choose_lag
 from ludic.recipes.schema import Recipe, RolloutSection

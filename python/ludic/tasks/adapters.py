@@ -10,7 +10,7 @@ from typing import Any
 
 from ludic.agents.react_agent import CALLS_INFO, FAILED_INFO
 from ludic.agents.tool_settings import ToolUse
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Task, Turn, share, transcript
 from ludic.types import Message, Rollout, answers_of

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 from ludic.agents.tool_settings import ToolUse
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.parsers import Parser, ParseResult
 from ludic.training.stats import Denominator, Reducer

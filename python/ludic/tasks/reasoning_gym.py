@@ -15,10 +15,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Literal, get_args
 
+from ludic.envs.env import SingleAgentEnv
 from ludic.envs.line_process import LineProcessPool
 from ludic.envs.maths.grader import NUMBER
 from ludic.envs.maths.tagged import tagged_answer
-from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, GradingError, MissingExtraError, RolloutError, did_you_mean
 from ludic.tasks.episodic import Problem
 from ludic.types import Info, StepOutcome

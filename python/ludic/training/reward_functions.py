@@ -29,8 +29,7 @@ from typing import Any, TypeVar
 from ludic.envs.dataset_qa_env import prompt_shown
 from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
-from ludic.event_loop import run_in_daemon_thread
-from ludic.interaction.containment import describe_error
+from ludic.event_loop import describe_error, run_in_daemon_thread
 from ludic.list_fields import read_list
 from ludic.types import Message, Rollout, answers_of, group_of
 from ludic.user_objects import GivenNames

@@ -21,7 +21,7 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError, RequestsExhausted, StopRequested
 from ludic.event_loop import EventLoop, await_if_needed
-from ludic.inference.publishing import as_publisher
+from ludic.inference.client import as_publisher
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import ParamFilter
 from ludic.training import ranks, watchdog

@@ -20,7 +20,7 @@ from ludic.envs.adapters import VerifiersEnv, rollout_from_trace
 from ludic.envs.adapters.verifiers import VerifiersClient, play_task
 from ludic.errors import ConfigError, InferenceError, RolloutError
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
-from ludic.inference.sampling import derive_seed
+from ludic.inference.request import derive_seed
 from ludic.interaction.verifiers import VerifiersProtocol
 from ludic.training.batching import RolloutEngine
 from ludic.training.credit_assignment import MonteCarloReturn

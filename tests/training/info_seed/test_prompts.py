@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError, DataError
 from ludic.training.info_seed import InfoSeed, SeedPrompts, SeedTaggedEnv, seed_of, seed_tagged, without_tags
 from ludic.training.types import ActorTokenLogps, EnvSpec, ProtocolSpec, RolloutRequest, SampleAttachments, SAWBatch, SAWItem

@@ -5,7 +5,7 @@ import threading
 import pytest
 from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
 
-from ludic.inference.publishing import Publisher
+from ludic.inference.client import Publisher
 from ludic.training import CheckpointConfig, TorchBackend, Trainer, make_grpo
 from ludic.training.backend.serial_worker import SerialWorker
 

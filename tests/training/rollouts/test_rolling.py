@@ -13,7 +13,7 @@ from state_edits import edit
 
 from ludic.envs import SingleAgentEnv
 from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted, RolloutAborted, RolloutError
-from ludic.inference.sampling import derive_seed
+from ludic.inference.request import derive_seed
 from ludic.training import (
     EnvSpec,
     EpisodicReturn,

@@ -24,7 +24,7 @@ from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.fan_out import describe_failures, list_urls, run_on_all
 from ludic.distributed.push.manifest import ServerManifest, VersionFolders, cast_to_server, rename_to_checkpoint
 from ludic.errors import ConfigError, PublishError
-from ludic.inference.publishing import Publisher, Version, Weights
+from ludic.inference.client import Publisher, Version, Weights
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ludic.inference.client import ChatClient
-from ludic.inference.publishing import Publisher, Version, Weights, WeightSource
+from ludic.inference.client import ChatClient, Publisher, Version, Weights, WeightSource
 
 
 class LocalPublisher(Publisher):

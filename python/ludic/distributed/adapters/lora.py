@@ -16,7 +16,7 @@ from ludic.distributed.push.fan_out import describe_failures, run_on_all
 from ludic.distributed.push.manifest import VersionFolders
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import ConfigError, PublishError
-from ludic.inference.publishing import Publisher, Version, Weights
+from ludic.inference.client import Publisher, Version, Weights
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import logging
 from typing import Any, Protocol
 
 from ludic.distributed.publisher import Rank0OnlyPublisher
-from ludic.inference.publishing import Publisher, Version, Weights
+from ludic.inference.client import Publisher, Version, Weights
 from ludic.inference.reward_types import RewardModelTrainingMode, select_trained_weights
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from ludic.distributed.push.manifest import (
 )
 from ludic.distributed.push.target import PushUrls
 from ludic.errors import PublishError, ServerUnreachableError
-from ludic.inference.publishing import Publisher, Version, Weights, WeightSource
+from ludic.inference.client import Publisher, Version, Weights, WeightSource
 from ludic.inference.servers.http import is_refused
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from ludic.distributed.push.manifest import (
 )
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import PublishError
-from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, Weights, WeightSource, as_publisher
+from ludic.inference.client import PolicyPublisher, Publisher, PushTarget, Version, Weights, WeightSource, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor

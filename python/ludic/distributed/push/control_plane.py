@@ -15,7 +15,7 @@ from ludic.distributed.push.manifest import ServerManifest, check_fit
 from ludic.distributed.push.server_link import ServerLink
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import ConfigError, PublishError, PublishTimeoutError
-from ludic.inference.publishing import Version
+from ludic.inference.client import Version
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.inference.publishing import PushTarget, Version
+from ludic.inference.client import PushTarget, Version
 
 
 class PushUrls(PushTarget):

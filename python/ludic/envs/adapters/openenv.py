@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode, import_extra, refused_action, to_json_types
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome
 

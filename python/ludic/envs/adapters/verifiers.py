@@ -16,7 +16,7 @@ from typing import Any
 
 from ludic.envs.adapters.episode import Episode, import_extra
 from ludic.envs.adapters.verifiers_rollouts import rollout_from_trace
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError, InferenceError, RolloutError
 from ludic.inference.client import ChatClient
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest

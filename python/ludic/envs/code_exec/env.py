@@ -13,7 +13,7 @@ from ludic.envs.code_exec.cache import HashedTests, compute_hash
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.types import BatchTestResult, RunStatus, TestResult
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError, GradingError
 from ludic.types import Info, StepOutcome
 

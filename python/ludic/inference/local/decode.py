@@ -18,7 +18,7 @@ from ludic.errors import InferenceError
 from ludic.inference.client import Episode
 from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, is_separable, join_prefixes
 from ludic.inference.local.sampler import Sampler, stream_key
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import SamplingParams
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.packed_attention import unwrap_transformer
 from ludic.models.positions import find_context, first_position

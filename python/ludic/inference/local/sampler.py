@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import SamplingParams
 
 CHUNK_ELEMENTS = 1 << 20
 """Probabilities processed in one pass."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.inference.publishing import WeightSource
+from ludic.inference.client import WeightSource
 from ludic.models.adapters import has_adapters, map_base_names, merge_adapters
 from ludic.models.quantization import find_quantized_layers, replace_quantized
 

@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
+from ludic.inference.client import Publisher, PushTarget, Weights
 from ludic.inference.prompts.tokens import PromptTokens
-from ludic.inference.publishing import Publisher, PushTarget, Weights
-from ludic.inference.request import ChatCompletionRequest
-from ludic.inference.sampling import SamplingParams, check_penalties, check_sampling
+from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_penalties, check_sampling
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import RetryPolicy
 from ludic.inference.servers.openai_client import open_client

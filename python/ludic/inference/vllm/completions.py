@@ -12,8 +12,7 @@ from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.template import select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptTokens
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
-from ludic.inference.request import ChatCompletionRequest, request_body
-from ludic.inference.sampling import check_penalties, check_sampling
+from ludic.inference.request import ChatCompletionRequest, check_penalties, check_sampling, request_body
 from ludic.inference.servers.answers import version_number
 from ludic.inference.servers.errors import is_missing_endpoint
 from ludic.inference.servers.http import HttpResponse

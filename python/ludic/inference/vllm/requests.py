@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, did_you_mean
 from ludic.inference.extensions import VLLMExtensions
-from ludic.inference.request import ChatCompletionRequest, chat_fields
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import ChatCompletionRequest, SamplingParams, chat_fields
 from ludic.inference.vllm.in_server.think_limits import parse_max_think
 from ludic.list_fields import stored
 from ludic.types import ChatResponse

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.inference.publishing import Weights
+from ludic.inference.client import Weights
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.scoring import ANY_MODEL, VLLMScoringClient

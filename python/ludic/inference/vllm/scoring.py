@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError
+from ludic.inference.client import Publisher, Weights
 from ludic.inference.prompts.template import encode_text
 from ludic.inference.prompts.tokens import reads_same_ids
-from ludic.inference.publishing import Publisher, Weights
 from ludic.inference.reward_types import (
     PoolingType,
     RewardModelTrainingMode,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.agents import Agent
-from ludic.context.full_dialog import FullDialog
+from ludic.context.strategies import FullDialog
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, DataError
 from ludic.event_loop import await_if_needed

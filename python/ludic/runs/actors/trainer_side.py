@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ludic.errors import StopRequested
 from ludic.event_loop import await_if_needed
-from ludic.inference.publishing import PolicyPublisher, Publisher, Version, WeightSource, as_publisher
+from ludic.inference.client import PolicyPublisher, Publisher, Version, WeightSource, as_publisher
 from ludic.recipes.actors import count_prompts_per_entry
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import PolicyVersions, list_versions

@@ -21,7 +21,7 @@ from torch import nn
 from ludic.errors import ConfigError, DataError
 from ludic.files.atomic import write_json
 from ludic.inference import InferenceSpec, ReturnSpec
-from ludic.inference.sampling import make_sampling
+from ludic.inference.request import make_sampling
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.training.algorithm import forward_batch
 from ludic.training.info_seed.prompts import SeedPrompts

@@ -17,7 +17,7 @@ import numpy as np
 
 from ludic.inference.client import CompletesTokens
 from ludic.inference.prompts.template import ChatTemplate, begin_prompt
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import SamplingParams
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.config import TrainerConfig

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ludic.errors import ConfigError, MismatchError
-from ludic.inference.sampling import SamplingParams
+from ludic.inference.request import SamplingParams
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.config import TrainerConfig

@@ -10,11 +10,10 @@ from typing import Any
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, DataError, RolloutError
-from ludic.event_loop import await_if_needed, is_being_cancelled, run_to_completion
+from ludic.event_loop import await_if_needed, describe_error, is_being_cancelled, run_contained, run_to_completion
 from ludic.inference.client import new_episode
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
-from ludic.interaction.containment import describe_error, run_contained
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.rollouts.episodes import (
     CutOffWarnings,
@@ -57,7 +56,7 @@ class RolloutEngine:
     **Deadlines.** `episode_timeout_s` limits a whole episode, including its environment; the
     `timeout_s` of a call limits each model call. An environment that blocks the event loop cannot
     be interrupted. An environment that ignores its cancellation is closed by force after
-    `STOP_TIMEOUT_S` (`interaction.containment`). An environment with a `close` method is always
+    `STOP_TIMEOUT_S` (`ludic.event_loop`). An environment with a `close` method is always
     closed, within `CLOSE_TIMEOUT_S`.
 
     **Scoring.** `scorer` gets all rollouts of a call together, before credit is assigned, and

@@ -35,7 +35,7 @@ from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, DataError
-from ludic.interaction.containment import describe_error
+from ludic.event_loop import describe_error
 
 logger = logging.getLogger(__name__)
 

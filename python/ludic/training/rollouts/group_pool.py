@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted, RolloutError
-from ludic.interaction.containment import describe_error
+from ludic.event_loop import describe_error
 from ludic.training.rollouts.batch_selection import ArrivalOrder, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.group_ledger import (
     Group as Group,

@@ -29,9 +29,8 @@ from functools import partial
 from typing import Any
 
 from ludic.errors import RolloutError
-from ludic.event_loop import is_being_cancelled
-from ludic.inference.sampling import derive_seed
-from ludic.interaction.containment import describe_error
+from ludic.event_loop import describe_error, is_being_cancelled
+from ludic.inference.request import derive_seed
 from ludic.training.reward_functions import RewardsBroken
 from ludic.training.rollouts.group_ledger import Group, GroupState
 

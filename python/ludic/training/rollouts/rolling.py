@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from ludic.errors import ConfigError, LudicError, RolloutError
-from ludic.interaction.containment import describe_error
+from ludic.event_loop import describe_error
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.entries import Group as GroupEntry, decode_group, encode_group

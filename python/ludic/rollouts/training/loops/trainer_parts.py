@@ -25,7 +25,7 @@ from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import STATE
 from ludic.files.folders import delete_folder
 from ludic.files.manifest import write_manifest
-from ludic.inference.publishing import PolicyPublisher, Publisher, Version
+from ludic.inference.client import PolicyPublisher, Publisher, Version
 from ludic.rollouts.training.backends.foreign import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import WITHOUT_LIMIT, PyTorchTrainingBackend
 from ludic.rollouts.training.metrics import ResumableLogger

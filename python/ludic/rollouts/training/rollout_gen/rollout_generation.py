@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, RequestsExhausted, RolloutError
-from ludic.interaction.containment import describe_error
+from ludic.event_loop import describe_error
 from ludic.rollouts.training.samples import check_sample
 from ludic.rollouts.training.types import RolloutBatch, RolloutConfig, Sample
 from ludic.training.reward_functions import is_coroutine_function

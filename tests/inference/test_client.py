@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, as_publisher
+from ludic.inference.client import PolicyPublisher, Publisher, PushTarget, as_publisher
 
 
 class OnlyPublishes:

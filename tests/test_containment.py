@@ -8,7 +8,7 @@ import pytest
 from jumping_loop import play_jumping
 
 from ludic.errors import RolloutError
-from ludic.interaction.containment import STOP_TIMEOUT_S, run_contained
+from ludic.event_loop import STOP_TIMEOUT_S, run_contained
 
 
 async def raising(error):
