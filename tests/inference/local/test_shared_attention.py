@@ -16,8 +16,7 @@ from ludic.inference.client import Episode
 from ludic.inference.local import decode as decoding
 from ludic.inference.local.decode import DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
-from ludic.inference.local.row_cache import RowCache
-from ludic.inference.local.shared_attention import attend_rows
+from ludic.inference.local.row_cache import RowCache, attend_rows
 from ludic.models.packed_attention import OWN, set_attention
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12]]

@@ -106,7 +106,7 @@ def decode(
     afterwards. With `prefixes`, a request of an episode reuses the keys and values of its earlier
     turns.
     """
-    from ludic.inference.local.shared_attention import shareable_attention
+    from ludic.inference.local.row_cache import shareable_attention
 
     # Tensors of inference mode could not be used in a later backward pass.
     with evaluation_mode(model), torch.no_grad(), shareable_attention(model):
@@ -260,8 +260,7 @@ class _Decoding:
 
     def _read_prompts(self) -> Tensor:
         """Logits [N, V] after the prompts. Input and cache then have a row for each request."""
-        from ludic.inference.local.row_cache import RowCache
-        from ludic.inference.local.shared_attention import record_reads
+        from ludic.inference.local.row_cache import RowCache, record_reads
 
         with record_reads() as reads:
             logits = self._forward()
