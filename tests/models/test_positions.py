@@ -12,8 +12,7 @@ from training_samples import TOKENIZER, ListSource, branching_items, cpu_config
 from ludic.inference.local.client import LocalChatClient
 from ludic.inference.local.decode import Bounds, DecodeRequest, decode
 from ludic.inference.request import SamplingParams
-from ludic.models.packed_attention import PACKED, set_attention
-from ludic.models.positions import find_rope_limits, pin_rope
+from ludic.models.packed_attention import PACKED, find_rope_limits, pin_rope, set_attention
 from ludic.runs.servers.server import _read_rope_limit
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, Trainer
 from ludic.training.algorithm import forward_logits

@@ -16,7 +16,7 @@ from ludic.models.adapters import has_adapters, map_base_names
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.loading import check_dtype, load_classifier, load_model, load_tokenizer
 from ludic.models.lora import LoraSettings, apply_lora
-from ludic.models.positions import pin_rope
+from ludic.models.packed_attention import pin_rope
 from ludic.models.quantization import QuantizationSettings, find_quantized_layers, quantize_layers, require_bitsandbytes
 from ludic.models.sharding import ShardingSettings
 from ludic.models.skeleton import load_skeleton

@@ -17,8 +17,8 @@ from ludic.inference.local.reward import LocalRewardModel
 from ludic.models.loading import check_dtype, load_classifier, load_tokenizer
 from ludic.models.lora import load_adapter
 from ludic.models.names import WRAPPING
+from ludic.models.packed_attention import pin_rope
 from ludic.models.places import find_adapter_base, find_place
-from ludic.models.positions import pin_rope
 from ludic.tasks.adapters import WrappedTask
 from ludic.tasks.episodic import EpisodicTask, Played, share
 from ludic.tasks.rewards import NoRewards

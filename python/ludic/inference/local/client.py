@@ -23,7 +23,7 @@ from ludic.inference.prompts.template import find_turn_end, select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_sampling
-from ludic.models.positions import pin_rope
+from ludic.models.packed_attention import pin_rope
 from ludic.models.sharding import is_sharded
 from ludic.types import ChatResponse, TokenTrace
 

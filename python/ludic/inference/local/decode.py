@@ -20,8 +20,7 @@ from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot,
 from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.request import SamplingParams
 from ludic.models.evaluation_mode import evaluation_mode
-from ludic.models.packed_attention import unwrap_transformer
-from ludic.models.positions import find_context, first_position
+from ludic.models.packed_attention import find_context, first_position, unwrap_transformer
 
 LEAST_SHARED_TOKENS = 4096
 """Cached tokens that sharing prompts must save; it costs some operations in each layer."""

@@ -30,7 +30,7 @@ from ludic.inference.reward_types import (
     select_trained_weights,
 )
 from ludic.models.evaluation_mode import evaluation_mode
-from ludic.models.positions import find_context, pin_rope
+from ludic.models.packed_attention import find_context, pin_rope
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from ludic.errors import TRY_AGAIN, CheckpointError, ConfigError, InferenceError
 from ludic.files.atomic import read_json, write_json
 from ludic.inference.vllm.in_server.flags import WeightBackend
 from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
-from ludic.models.positions import find_rope_limits
+from ludic.models.packed_attention import find_rope_limits
 from ludic.recipes.compose import compose
 from ludic.recipes.processes import choose_logprob_convention
 from ludic.recipes.schema import Recipe

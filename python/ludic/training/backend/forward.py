@@ -23,7 +23,7 @@ from ludic.inference.local.sampler import nucleus
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.lora import adapters_off
 from ludic.models.output_layer import OutputLayer
-from ludic.models.positions import pin_rope
+from ludic.models.packed_attention import pin_rope
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.models.published import unwrap_model
 from ludic.models.sharding import gather_tensor, unshard

@@ -27,8 +27,7 @@ from ludic.errors import ConfigError, NonFiniteError
 from ludic.models.adapters import check_frozen
 from ludic.models.heads import find_head_parts, is_classifier, is_in_module
 from ludic.models.names import HEAD_NAMES
-from ludic.models.packed_attention import unwrap_transformer
-from ludic.models.positions import pin_rope
+from ludic.models.packed_attention import pin_rope, unwrap_transformer
 from ludic.models.published import ParamFilter, published_weights, shared_weights, unwrap_model
 from ludic.models.regions import split_in_buckets
 from ludic.models.sharding import (
