@@ -16,7 +16,7 @@ from ludic.errors import DataError, DataTypeError
 from ludic.files.json_values import encode_lines
 from ludic.inference.request import ReturnSpec
 from ludic.list_fields import read_list, stored
-from ludic.training.batching.micro_batching import truncate_and_flag
+from ludic.training.batching.packing import truncate_and_flag
 from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.rollouts.log import rollout_record
 from ludic.training.rollouts.to_samples import sample_from_step

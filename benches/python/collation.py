@@ -17,7 +17,7 @@ from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
 
 from ludic import _core
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.training.batching.micro_batching import collate_micro_batches, collate_saw_items
+from ludic.training.batching.packing import collate_micro_batches, collate_saw_items
 from ludic.training.types import SAWItem
 
 BUDGET = 16384

@@ -25,7 +25,7 @@ from ludic.models.packed_attention import (
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, SAWItem, Trainer, collate_saw_items
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import enable_checkpointing
-from ludic.training.batching.micro_batching import to_tensors
+from ludic.training.batching.packing import to_tensors
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.evaluators.held_out import HeldOutLoss
 from ludic.training.preflight.layouts import with_right_layout

@@ -22,8 +22,8 @@ from ludic.training import (
 )
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import TorchBackend
-from ludic.training.batching.micro_batching import truncate_item
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import truncate_item
 from ludic.training.batching.sample_codec import encode_batch
 from ludic.training.loss import SharedContext
 from ludic.training.types import SampleAttachments, SAWBatch

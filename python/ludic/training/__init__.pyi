@@ -14,17 +14,17 @@ from ludic.training.algorithm import (
 from ludic.training.backend.futures import TrainFuture as TrainFuture
 from ludic.training.backend.protocol import TrainingBackend as TrainingBackend
 from ludic.training.backend.torch import TorchBackend as TorchBackend
-from ludic.training.batching.micro_batching import (
-    MicroBatch as MicroBatch,
-    collate_micro_batches as collate_micro_batches,
-    collate_saw_items as collate_saw_items,
-    split_items_by_token_budget as split_items_by_token_budget,
-)
 from ludic.training.batching.offline import (
     OfflineBatchSource as OfflineBatchSource,
     make_chat_template_step_to_item as make_chat_template_step_to_item,
 )
 from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
+from ludic.training.batching.packing import (
+    MicroBatch as MicroBatch,
+    collate_micro_batches as collate_micro_batches,
+    collate_saw_items as collate_saw_items,
+    split_items_by_token_budget as split_items_by_token_budget,
+)
 from ludic.training.batching.pair_batches import preference_batches as preference_batches
 from ludic.training.batching.pipeline import (
     PipelineBatchSource as PipelineBatchSource,

@@ -25,9 +25,8 @@ from ludic.training.backend.forward import as_forward_passes, forward_action_log
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import Rows
+from ludic.training.batching.packing import MicroBatch, Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
 from ludic.training.batching.tree_batches import PairTreeMiniBatch
 from ludic.training.evaluators.held_out import ImplicitRewardEvaluator

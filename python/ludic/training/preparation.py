@@ -30,10 +30,8 @@ from ludic.event_loop import await_if_needed
 from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.backend.forward import forward_action_logprobs
-from ludic.training.batching.fractions import refuse_fractions
-from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import Rows
+from ludic.training.batching.packing import MicroBatch, Rows, refuse_fractions
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.seed_tags import SEED_ID

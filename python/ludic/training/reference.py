@@ -41,8 +41,8 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import ModelPasses, forward_action_logprobs
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
-from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import MicroBatch
 from ludic.training.batching.rank_plans import RankShare
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig

@@ -15,7 +15,7 @@ from training_samples import tiny_model
 from ludic import _core
 from ludic.errors import ConfigError, DataError
 from ludic.rollouts.training.rl_losses import PPOLoss, compute_group_advantages, grpo_loss, ppo_loss, sft_loss
-from ludic.training.batching.micro_batching import to_tensors
+from ludic.training.batching.packing import to_tensors
 from ludic.training.loss import BatchTotals, SharedContext
 from ludic.training.loss.base import scaled_loss
 

@@ -17,8 +17,8 @@ from ludic.errors import DataError, DataTypeError
 from ludic.training import RLAlgorithm, SampleAttachments, SAWItem, collate_saw_items
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.micro_batching import collate_micro_batches
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import collate_micro_batches
 from ludic.training.batching.pair_batches import PreferenceMacroBatch
 from ludic.training.batching.rank_plans import RankShare
 from ludic.training.credit_assignment import ConstantCredit

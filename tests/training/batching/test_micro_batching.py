@@ -19,8 +19,8 @@ from ludic.training import (
     collate_saw_items,
     split_items_by_token_budget,
 )
-from ludic.training.batching.micro_batching import _truncate_item
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import _truncate_item
 
 
 def item_of(length, *, actions=1, meta=None, logps=None):
@@ -186,7 +186,7 @@ def test_each_micro_batch_has_its_own_buffers():
 
 def test_a_row_of_a_packed_micro_batch_equals_its_sample():
     from ludic import _core
-    from ludic.training.batching.micro_batching import to_tensors
+    from ludic.training.batching.packing import to_tensors
 
     items = sorting_items(4)
     table = _core.SampleTable.from_items(items)

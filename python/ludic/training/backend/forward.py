@@ -31,7 +31,7 @@ from ludic.training.algorithm import RLAlgorithm, forward_for_loss, forward_logi
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.protocol import ForwardPasses
-from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.batching.packing import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import Loss, SharedContext
 from ludic.training.loss.base import ScoreType, adapted_loss, loss_name

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ludic.models.published import ParamFilter
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.weight_stream import WeightStream
-from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MiniBatch
+from ludic.training.batching.packing import MicroBatch
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import ScoreType
 

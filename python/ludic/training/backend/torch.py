@@ -48,7 +48,7 @@ from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBa
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.weight_stream import WeightStream
-from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.batching.packing import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import adapted_loss, loss_name, with_reported_loss

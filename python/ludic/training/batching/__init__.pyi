@@ -1,15 +1,15 @@
 from ludic.errors import RequestsExhausted as RequestsExhausted
-from ludic.training.batching.micro_batching import (
-    MicroBatch as MicroBatch,
-    collate_micro_batches as collate_micro_batches,
-    collate_saw_items as collate_saw_items,
-    split_items_by_token_budget as split_items_by_token_budget,
-)
 from ludic.training.batching.offline import (
     OfflineBatchSource as OfflineBatchSource,
     make_chat_template_step_to_item as make_chat_template_step_to_item,
 )
 from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
+from ludic.training.batching.packing import (
+    MicroBatch as MicroBatch,
+    collate_micro_batches as collate_micro_batches,
+    collate_saw_items as collate_saw_items,
+    split_items_by_token_budget as split_items_by_token_budget,
+)
 from ludic.training.batching.pair_batches import preference_batches as preference_batches
 from ludic.training.batching.pipeline import (
     PipelineBatchSource as PipelineBatchSource,

@@ -25,9 +25,19 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.training import ranks
-from ludic.training.batching.fractions import Fractions, count_in_part, count_tokens, read_fractions
-from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_and_flag
-from ludic.training.batching.packing import Packing, Rows, find_line_bounds, plan_lines
+from ludic.training.batching.packing import (
+    Fractions,
+    MicroBatch,
+    Packing,
+    Rows,
+    count_in_part,
+    count_tokens,
+    find_line_bounds,
+    plan_lines,
+    read_fractions,
+    to_tensors,
+    truncate_and_flag,
+)
 from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
 from ludic.training.config import Packing as PackingName, TrainerConfig
 from ludic.training.loss import BatchTotals

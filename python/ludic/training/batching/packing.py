@@ -1,20 +1,303 @@
-"""Packing: divides lines into micro-batches within the token budget.
+"""Turns samples into micro-batches: truncates, packs and pads them. `ludic._core` does the work;
+this module converts samples and tensors.
 
-The Rust core computes the plans (`crates/ludic-core/src/plan`); `TrainerConfig.packing` selects the
-algorithm. A **line** is one sequence in a micro-batch: a sample, or the turns of one episode that
-share their prefix.
+The trainer uses `mini_batches`. The functions of this module are for code with its own training
+loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ludic import _core
-from ludic.training.config import Packing as PackingName, TrainerConfig
+from ludic.errors import ConfigError, DataError
+from ludic.list_fields import stored
+from ludic.models.prefix_trees import PREFIX_TREES
+from ludic.training.config import Packing as PackingName, TrainerConfig, check_budget
+from ludic.training.loss.context import SharedContext, collate_actions
+from ludic.training.loss.logprobs import weigh_values
+from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples that go through the model in one forward pass.
+
+    >>> tensors = {"input_ids": ids_BT, "attention_mask": ..., "action_mask": ..., "weight": w_B}
+    >>> MicroBatch(tensors, num_items=4)
+    """
+
+    tensors: dict[str, Any]
+    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and the `int`
+    `max_seqlen`; then also `prefix_trees`, if the model computes these. If samples share a row,
+    `turns` `[N, 3]` has the row, start and end of each. Preference samples have a `meta` in
+    addition to their tensors."""
+    num_items: int
+    """N: number of samples; equal to the number of rows unless samples share one."""
+    sample_names: tuple[str, ...] = ()
+    """`rollout_id/step_index` of each sample, for error messages; may be empty."""
+
+    def parts(self) -> Iterator[MicroBatch]:
+        """Iterate over the smallest parts that a loss can be computed on: single samples."""
+        return (self.row(index) for index in range(self.num_items))
+
+    def row(self, index: int) -> MicroBatch:
+        """Return a micro-batch of only the sample at `index`.
+
+        Example with shared rows: `turns` [[0, 1, 2], [0, 2, 3]] are two samples in row 0 of three
+        tokens. Sample 1 is row 0 with `turns` [[0, 2, 3]] and an action mask that is zero except at
+        token 2.
+        """
+        own = slice(index, index + 1)
+        names = self.sample_names[own]
+        if "turns" not in self.tensors:
+            return MicroBatch(select_rows(self.tensors, own, own), 1, names)
+        row, begin, end = self.tensors["turns"][index].tolist()
+        alone = select_rows({name: value for name, value in self.tensors.items() if name != "turns"}, slice(row, row + 1), own)
+        mask = alone["action_mask"].clone()
+        mask[:, :begin], mask[:, end:] = 0.0, 0.0
+        turns = self.tensors["turns"].new_tensor([[0, begin, end]])
+        return MicroBatch({**alone, "action_mask": mask, "turns": turns}, 1, names)
+
+
+def select_rows(tensors: Mapping[str, Any], rows: slice, samples: slice) -> dict[str, Any]:
+    """Select `rows` from tensors with a value per token, and `samples` from tensors with a value
+    per sample.
+
+    Padding-free example: `cu_seqlens` [0, 3, 5] are rows of 3 and 2 tokens. Row 1 is the slice 3:5
+    of `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2. It is in no tree.
+    """
+    if "cu_seqlens" not in tensors:
+        return {name: value[rows if value.ndim == 2 else samples] for name, value in tensors.items()}
+    bounds = tensors["cu_seqlens"][rows.start : rows.stop + 1]
+    start, end = int(bounds[0]), int(bounds[-1])
+    alone = {
+        name: value[:, start:end] if value.ndim == 2 else value[samples]
+        for name, value in tensors.items()
+        if name not in ("cu_seqlens", "max_seqlen", PREFIX_TREES)
+    }
+    return {**alone, "cu_seqlens": bounds - start, "max_seqlen": int(bounds.diff().max())}
+
+
+def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device | str) -> dict[str, Any]:
+    """Convert the core's arrays to tensors: on the CPU they share memory, to another `device` they
+    are copied. An `int` stays an `int`."""
+    on_cpu = torch.device(device).type == "cpu"
+
+    def to_tensor(column: NDArray[Any] | int) -> Tensor | int:
+        if isinstance(column, int):
+            return column
+        tensor = torch.from_numpy(column)
+        return tensor if on_cpu else tensor.to(device, non_blocking=True)
+
+    return {name: to_tensor(column) for name, column in columns.items()}
+
+
+def token_lengths(items: Sequence[SAWItem]) -> NDArray[np.int32]:
+    """[N] number of tokens of each sample."""
+    return np.fromiter((len(stored(item, "input_ids")) for item in items), dtype=np.int32, count=len(items))
+
+
+def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Tensor]:
+    """Return right-padded `input_ids` and `attention_mask` int64 `[B, T]`, `action_mask` float32
+    `[B, T]`, and `weight` float32 `[B]`.
+
+    If the items have sampled log-probabilities, also `actor_logps` float32 `[B, T]`, 0 outside the
+    action tokens, and their sums `old_logp_action` `[B]`. Raises DataError if only some items have
+    them, or if an item does not have exactly one per action token. With `action_fractions` the mask
+    has them in place of ones, and sums are weighted by them.
+    """
+    if not items:
+        raise DataError("cannot collate an empty list of items")
+    fractions = read_fractions(items)
+    table = _core.SampleTable.from_items(items)
+    return count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device), fractions, range(len(items)))
+
+
+_SEQUENCES = ("input_ids", "attention_mask", "action_mask")
+
+
+def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
+    """Cut the item on the right to `max_seq_len` tokens, and record the cut in its metadata.
+    Returns the same object if it is short enough.
+
+    Example, `max_seq_len=3`: ids [5, 6, 7, 8] with action mask [0, 1, 1, 1] become [5, 6, 7] and
+    [0, 1, 1]; of the three log-probabilities, two are kept, for the remaining action tokens.
+    """
+    ids, attention, mask = (stored(item, name) for name in _SEQUENCES)
+    total = len(ids)
+    _check_mask_length("attention_mask", attention, total)
+    _check_mask_length("action_mask", mask, total)
+    if total <= max_seq_len:
+        return item
+    mask = mask[:max_seq_len]
+    # Not `sum(mask)`: of 300 ones in a uint8 array that is 300 - 256 = 44.
+    num_actions = sum(mask) if isinstance(mask, bytes) else int(np.count_nonzero(mask))
+    logps, reference, fractions = item.actor_logps, item.attachments.reference_logps, item.attachments.action_fractions
+    return replace(
+        item,
+        input_ids=ids[:max_seq_len],
+        attention_mask=attention[:max_seq_len],
+        action_mask=mask,
+        meta=_truncated_meta(item.meta, total, max_seq_len, num_actions),
+        attachments=SampleAttachments(
+            None if logps is None else ActorTokenLogps(stored(logps, "token_logps")[:num_actions]),
+            None if reference is None else reference[:num_actions],
+            None if fractions is None else fractions[:num_actions],
+        ),
+    )
+
+
+_truncate_item = truncate_item  # its documented name
+
+
+def truncate_and_flag(item: SAWItem, max_seq_len: int) -> SAWItem:
+    """`truncate_item`, and set `seq_len_truncated` in the metadata, to False if the item was not
+    cut. Does not change `item`."""
+    truncated = truncate_item(item, max_seq_len)
+    if "seq_len_truncated" in truncated.meta:
+        return truncated
+    meta = {**truncated.meta, "seq_len_truncated": False}
+    if type(truncated) is not SAWItem:
+        return replace(truncated, meta=meta)
+    # `replace` in a fifth of its time
+    ids, attention, mask = (stored(truncated, name) for name in _SEQUENCES)
+    return SAWItem(ids, attention, mask, truncated.weight, meta, truncated.attachments)
+
+
+def _check_mask_length(name: str, mask: Sequence[int], total: int) -> None:
+    if len(mask) != total:
+        raise DataError(f"{name} has {len(mask)} entries, input_ids has {total}; they must have the same length")
+
+
+def _truncated_meta(meta: Mapping[str, Any], total: int, retained: int, num_actions: int) -> dict[str, Any]:
+    truncated = {
+        **meta,
+        "seq_len_truncated": True,
+        "seq_len_original": total,
+        "seq_len_retained": retained,
+        "seq_len_retained_frac": retained / total,
+        "truncated": True,
+    }
+    if truncated.get("truncation_reason") is None:
+        truncated["truncation_reason"] = "max_seq_len"
+    if "completion_length" in truncated:
+        truncated["completion_length"] = num_actions
+    if "prompt_length" in truncated:
+        truncated["prompt_length"] = retained - num_actions
+    return truncated
+
+
+def split_items_by_token_budget(items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int) -> list[list[SAWItem]]:
+    """Split items greedily into micro-batches: cut to `max_seq_len`, sort by length (stable), and
+    start a new micro-batch when `longest * rows` would exceed the budget.
+
+    Example: lengths 4, 1, 2 and a budget of 4 give [[1, 2], [4]], with 2*2 and 4*1 tokens.
+    """
+    check_limits(micro_token_budget, max_seq_len)
+    if not items:
+        return []
+    truncated = [truncate_item(item, max_seq_len) for item in items]
+    plan = _core.plan_greedy(token_lengths(truncated), micro_token_budget)
+    return [[truncated[index] for index in indices] for indices in plan.to_lists()]
+
+
+def collate_micro_batches(
+    items: Sequence[SAWItem],
+    *,
+    pad_token_id: int,
+    device: torch.device | str,
+    micro_token_budget: int,
+    max_seq_len: int,
+) -> list[MicroBatch]:
+    """Split items as `split_items_by_token_budget` does, and collate each micro-batch. Reads the
+    items only once."""
+    check_limits(micro_token_budget, max_seq_len)
+    if not items:
+        return []
+    table = _core.SampleTable.from_items(items).truncate(max_seq_len)
+    fractions = read_fractions([truncate_item(item, max_seq_len) for item in items])
+    plan = _core.plan_greedy(table.lengths, micro_token_budget)
+    collated = ((plan[k], to_tensors(table.collate(plan[k], pad_token_id), device)) for k in range(len(plan)))
+    return [MicroBatch(count_in_part(tensors, fractions, rows), len(rows)) for rows, tensors in collated]
+
+
+def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
+    """Raise ConfigError unless both are positive, and BudgetError unless a sample of `max_seq_len`
+    tokens fits into the budget."""
+    for name, value in (("micro_token_budget", micro_token_budget), ("max_seq_len", max_seq_len)):
+        if value <= 0:
+            raise ConfigError(f"{name} ({value}) must be > 0")
+    check_budget(micro_token_budget, max_seq_len)
+
+
+Fractions = Mapping[int, Tensor]
+"""Row -> [A] float32 fractions of the predicted action tokens. Empty if every token counts 1."""
+
+
+def read_fractions(items: Sequence[SAWItem]) -> Fractions:
+    """The fractions of all samples, ones for those that have none; empty if all of them are ones.
+    Raises DataError for another number than a sample has action tokens, and for a number that is
+    not > 0 in float32."""
+    if all(item.attachments.action_fractions is None for item in items):
+        return {}
+    fractions = {row: _read(item, row) for row, item in enumerate(items)}
+    return fractions if any(bool((values != 1).any()) for values in fractions.values()) else {}
+
+
+def _read(item: SAWItem, row: int) -> Tensor:
+    mask, given = np.asarray(stored(item, "action_mask")), item.attachments.action_fractions
+    actions = int(np.count_nonzero(mask))
+    values = np.ones(actions, np.float32) if given is None else narrow(given)
+    if len(values) != actions:
+        raise DataError(f"sample {row} has {len(values)} action_fractions for {actions} action tokens; there must be one each")
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
+    if len(wrong):
+        raise DataError(
+            f"action_fractions[{wrong[0]}] of sample {row} is {values[wrong[0]]} in float32; it must be a finite number > 0: a token "
+            "that does not count has 0 in the action mask"
+        )
+    return torch.from_numpy(values[int(mask[:1].any()) :].copy())  # the first token of a sample has no prediction
+
+
+def refuse_fractions(items: Iterable[SAWItem], because: str) -> None:
+    """Raise DataError if tokens count in part."""
+    if any(item.attachments.action_fractions is not None for item in items):
+        raise DataError(f"{because}, in which tokens cannot count in part; leave out action_fractions, or use masks of 0 and 1")
+
+
+def narrow(values: Any) -> NDArray[np.float32]:
+    """`values` in float32; too large ones become inf, without a warning."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, dtype=np.float32)
+
+
+def count_tokens(fractions: Fractions, target_counts: NDArray[np.int32]) -> NDArray[Any]:
+    """[N] predicted action tokens of each sample, in part where they count in part."""
+    if not fractions:
+        return target_counts
+    return np.array([float(fractions[row].double().sum()) for row in range(len(target_counts))], dtype=np.float64)
+
+
+def count_in_part(tensors: dict[str, Any], fractions: Fractions, rows: Iterable[int]) -> dict[str, Any]:
+    """A micro-batch of the samples at `rows`, in any layout, with fractions in its action mask.
+    `old_logp_action` then has weighted sums. Returns `tensors` as they are without fractions."""
+    if not fractions:
+        return tensors
+    mask = collate_actions([fractions[int(row)] for row in rows], tensors)
+    weighted = {**tensors, "action_mask": mask.to(tensors["action_mask"])}
+    if "actor_logps" in tensors:
+        shared = SharedContext(tensors["input_ids"], weighted)
+        weighted["old_logp_action"] = weigh_values(shared.sampler_logp, shared.token_mask).sum(dim=1)
+    return weighted
+
 
 Rows = NDArray[np.int64]
 """Indices of samples."""

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.errors import shorten_names
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.fractions import refuse_fractions
-from ludic.training.batching.micro_batching import MicroBatch, select_rows, truncate_and_flag
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
-from ludic.training.batching.packing import Packing, Rows
+from ludic.training.batching.packing import MicroBatch, Packing, Rows, refuse_fractions, select_rows, truncate_and_flag
 from ludic.training.batching.preference import collate_meta, find_pair_rows, validate_preference_batch
 from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
 from ludic.training.config import TrainerConfig

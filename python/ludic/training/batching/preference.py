@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ludic import _core
 from ludic.errors import DataError, shorten_names
-from ludic.training.batching.micro_batching import check_limits, collate_saw_items, token_lengths, truncate_item
+from ludic.training.batching.packing import check_limits, collate_saw_items, token_lengths, truncate_item
 from ludic.training.samples.preference import PREFERENCE_KEYS, check_label, meta_value, same_tokens
 from ludic.training.types import SAWItem
 

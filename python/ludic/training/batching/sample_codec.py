@@ -25,7 +25,7 @@ from ludic import _core
 from ludic.columns import Column, float_column
 from ludic.errors import DataError
 from ludic.list_fields import stored
-from ludic.training.batching.fractions import read_fractions
+from ludic.training.batching.packing import read_fractions
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 VERSION = 4

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from ludic import _core
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
-from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MiniBatch
-from ludic.training.batching.packing import Packing, Rows, plan_lines
+from ludic.training.batching.packing import MicroBatch, Packing, Rows, plan_lines
 from ludic.training.batching.pair_batches import PreferenceMiniBatch, SampleMiniBatch, join_plans
 from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ludic.columns import array_mean_or_zero
 from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.backend.protocol import TrainingBackend
-from ludic.training.batching.micro_batching import MicroBatch, collate_saw_items
+from ludic.training.batching.packing import MicroBatch, collate_saw_items
 from ludic.training.config import TrainerConfig
 from ludic.training.types import SAWItem
 

@@ -34,7 +34,7 @@ from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES, PrefixTrees
 from ludic.training import ranks
 from ludic.training.algorithm import Batch, forward_logits
 from ludic.training.backend.precision import autocast
-from ludic.training.batching.micro_batching import to_tensors
+from ludic.training.batching.packing import to_tensors
 from ludic.training.config import TrainerConfig
 from ludic.training.rm_config import DPOTrainerConfig, RMTrainerConfig
 from ludic.training.rng import preserved_rng

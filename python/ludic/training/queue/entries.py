@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.files.json_values import to_builtin
 from ludic.list_fields import stored
-from ludic.training.batching.fractions import read_fractions
+from ludic.training.batching.packing import read_fractions
 from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
 from ludic.training.rollouts.episodes import (

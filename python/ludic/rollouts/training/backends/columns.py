@@ -23,10 +23,8 @@ from ludic import _core
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training.rl_losses import GRPO_LOSS, IGNORED, SFT_LOSS, PPOLoss, grpo_loss, ppo_loss, sft_loss, sum_of_means
 from ludic.training import ranks
-from ludic.training.batching.fractions import Fractions
-from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import Rows
+from ludic.training.batching.packing import Fractions, MicroBatch, Rows
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import Loss, as_loss, with_reported_loss
 from ludic.training.loss.batch import Batch, Stats

@@ -34,7 +34,7 @@ from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import MicroBatches
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.torch import TorchBackend
-from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.batching.packing import MicroBatch
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import ConstantCredit
