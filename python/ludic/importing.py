@@ -42,6 +42,7 @@ MOVED = {
     "ludic.training.batching.requests_from_dataset": "ludic.training.rollouts.requests",
     "ludic.training.batching.rm_batching": "ludic.training.batching.preference",
     "ludic.training.batching.rollout_engine": "ludic.training.rollouts.engine",
+    "ludic.training.batching.synced_batching": "ludic.training.batching.source",
     "ludic.training.chat_template_utils": "ludic.training.samples.prompt_completion",
     "ludic.training.preference_utils": "ludic.training.samples.preference",
     "ludic.training.reward_credit": "ludic.training.credit_assignment",

@@ -27,8 +27,7 @@ from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import ProblemList
 from ludic.training.batching.overlapped import GENERATION_S
-from ludic.training.batching.source import BATCH_NUMBER
-from ludic.training.batching.synced_batching import RolloutBatchSource
+from ludic.training.batching.source import BATCH_NUMBER, RolloutBatchSource
 from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.group_ledger import check_number

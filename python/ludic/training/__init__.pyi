@@ -31,7 +31,7 @@ from ludic.training.batching.pipeline import (
     run_pipeline_actor as run_pipeline_actor,
 )
 from ludic.training.batching.shared_batches import GatheredBatches as GatheredBatches, SharedBatches as SharedBatches
-from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
+from ludic.training.batching.source import RolloutBatchSource as RolloutBatchSource
 from ludic.training.callbacks import (
     Callback as Callback,
     CompletionTable as CompletionTable,

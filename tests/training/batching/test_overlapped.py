@@ -17,7 +17,7 @@ from ludic.runs.rollouts import make_engine, make_request
 from ludic.tasks import DigitSort
 from ludic.training import CheckpointConfig, RequestsExhausted, SAWBatch, Trainer, make_grpo
 from ludic.training.batching.overlapped import GENERATION_S, OverlappedSource
-from ludic.training.batching.synced_batching import RolloutBatchSource
+from ludic.training.batching.source import RolloutBatchSource
 from ludic.training.rollouts.requests import GRPORequestStrategy, SequenceRequests
 
 

@@ -24,7 +24,7 @@ from ludic.training.batching.preference import (
     validate_preference_batch as validate_preference_batch,
 )
 from ludic.training.batching.shared_batches import SharedBatches as SharedBatches
-from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
+from ludic.training.batching.source import RolloutBatchSource as RolloutBatchSource
 from ludic.training.rollouts.engine import RolloutEngine as RolloutEngine
 from ludic.training.rollouts.requests import (
     GRPORequestStrategy as GRPORequestStrategy,
