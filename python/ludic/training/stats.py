@@ -27,8 +27,8 @@ from ludic.errors import ConfigError, DataError
 from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.loggers.base import Percent
-from ludic.training.loss.mismatch import LARGEST, PREFIX, compute_mismatch, is_mismatch_sum
 from ludic.training.loss.reference_kl import compute_reference, is_reference_sum
+from ludic.training.loss.statistics import LARGEST, PREFIX, compute_mismatch, is_mismatch_sum
 from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)

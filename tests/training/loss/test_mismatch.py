@@ -19,7 +19,7 @@ from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import EntropyBonus, TruncatedImportanceSampling
 from ludic.training.loss.context import SharedContext, collate_actions, split_actions
 from ludic.training.loss.logprobs import compute_token_entropy, compute_token_logp
-from ludic.training.loss.mismatch import compute_mismatch, sum_mismatch
+from ludic.training.loss.statistics import compute_mismatch, sum_mismatch
 from ludic.training.preparation import add_token_column
 from ludic.training.stats import aggregate_stats
 

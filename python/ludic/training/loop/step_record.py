@@ -26,7 +26,7 @@ from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniB
 from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.seed_tags import WITHOUT_PLAIN
 from ludic.training.loggers.base import Duration, Percent
-from ludic.training.loss.mismatch import is_mismatch_sum
+from ludic.training.loss.statistics import is_mismatch_sum
 from ludic.training.stats import (
     SAMPLED_REWARD,
     Reducer,
