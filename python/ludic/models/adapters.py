@@ -24,11 +24,7 @@ from ludic.models.quantization import (
     is_quantization_state,
     quiet_kernels,
 )
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether the model has adapters of PEFT."""
-    return hasattr(model, "peft_config")
+from ludic.models.wrappers import has_adapters
 
 
 def check_frozen(model: nn.Module) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.models.names import HEAD_NAMES
-from ludic.models.packed_attention import unwrap_transformer
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
+from ludic.models.wrappers import unwrap_transformer
 
 
 def find_head(model: nn.Module) -> str | None:

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ludic.errors import ConfigError
-from ludic.models.packed_attention import unwrap_transformer
 from ludic.models.sharding import find_own_region, get_local, is_sharded
+from ludic.models.wrappers import unwrap_transformer
 
 LARGEST_PROBE = 60.0
 """Logits up to this size are sent through what the model does behind its output layer."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.prefix_trees import PREFIX_FLEX, Branches, PrefixIntervals
+from ludic.models.wrappers import unwrap_transformer
 
 PACKED = "ludic_packed"
 """The name under which transformers knows this attention."""
@@ -76,12 +77,6 @@ class SequenceGroups:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """[B, T, H, D] of each group as [1, S, H, D]."""
         return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self.scatter)[None]
-
-
-def unwrap_transformer(model: Any) -> Any:
-    """The model inside of wrappers for data parallelism and adapters."""
-    inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def get_attention(model: nn.Module) -> str | None:

@@ -7,18 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ludic.models.adapters import has_adapters, list_merged
+from ludic.models.adapters import list_merged
 from ludic.models.shard_transfer import SharedTensor
 from ludic.models.sharding import gather_tensor, reshard
+from ludic.models.wrappers import has_adapters, unwrap_model
 
 ParamFilter = Callable[[str, Tensor], bool]
 """Whether a parameter of this name is published."""
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside a wrapper such as DistributedDataParallel."""
-    inner = getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def published_weights(

@@ -13,11 +13,11 @@ from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.files.checkpoints import TOKENIZER_FILES
 from ludic.files.manifest import MANIFEST, find_faults, replace_with_manifest
-from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
 from ludic.models.lora import save_adapter, save_merged
 from ludic.models.places import adapter_folder, base_folder
 from ludic.models.state_files import holds_whole_weights
+from ludic.models.wrappers import has_adapters
 
 STATIC_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Patterns of the small files that do not change while a model is trained."""

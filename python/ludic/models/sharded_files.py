@@ -31,13 +31,12 @@ from torch.distributed.tensor import DTensor
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_json
 from ludic.files.checkpoints import INDEX, MODEL, SHARDS
-from ludic.models.adapters import has_adapters
-from ludic.models.published import unwrap_model
 from ludic.models.regions import assign_owners
 from ludic.models.shard_transfer import Agree, SharedTensor, send_to_owners
 from ludic.models.sharding import find_cuts, find_own_region, get_local, reshard
 from ludic.models.state_files import describe_optimizer, make_adapter_options, map_adapter_names
 from ludic.models.tensor_files import OFFSETS, TensorFileWriter
+from ludic.models.wrappers import has_adapters, unwrap_model
 
 
 def name_of_rank(kind: str, rank: int, files: int) -> str:

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
-from ludic.models.adapters import has_adapters
 from ludic.models.loading import locate_model
 from ludic.models.places import holds_only_adapters
 from ludic.models.shard_transfer import Agree, SharedTensor, send_copies, send_to_owners, send_to_shards
 from ludic.models.sharding import ShardingSettings, reshard, shard_model
 from ludic.models.skeleton import load_skeleton, make_skeleton
 from ludic.models.state_files import read_model
+from ludic.models.wrappers import has_adapters
 
 
 def load_sharded(source: str, dtype: str, settings: ShardingSettings, mesh: DeviceMesh) -> Any:

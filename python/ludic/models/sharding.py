@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ludic.errors import ConfigError
-from ludic.models.adapters import has_adapters
 from ludic.models.quantization import find_quantized_layers
 from ludic.models.regions import Region, find_region
+from ludic.models.wrappers import has_adapters
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from ludic.errors import CheckpointError, DataError
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import ADAPTER, INDEX, MODEL, PICKLED, SHARDS
-from ludic.models.adapters import has_adapters, require_peft
-from ludic.models.published import unwrap_model
+from ludic.models.adapters import require_peft
 from ludic.models.regions import Region, intersect, split_in_buckets
 from ludic.models.sharding import find_own_region, get_local, is_sharded, make_shard, reshard
 from ludic.models.tensor_files import StoredTensors
+from ludic.models.wrappers import has_adapters, unwrap_model
 
 logger = logging.getLogger(__name__)
 

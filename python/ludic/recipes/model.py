@@ -12,7 +12,7 @@ import torch
 from ludic.errors import ConfigError
 from ludic.inference.local.client import end_token_ids
 from ludic.inference.prompts.template import find_turn_end, read_template, with_kwargs
-from ludic.models.adapters import has_adapters, map_base_names
+from ludic.models.adapters import map_base_names
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.loading import check_dtype, load_classifier, load_model, load_tokenizer
 from ludic.models.lora import LoraSettings, apply_lora
@@ -20,6 +20,7 @@ from ludic.models.packed_attention import pin_rope
 from ludic.models.quantization import QuantizationSettings, find_quantized_layers, quantize_layers, require_bitsandbytes
 from ludic.models.sharding import ShardingSettings
 from ludic.models.skeleton import load_skeleton
+from ludic.models.wrappers import has_adapters
 from ludic.recipes.epochs_schema import EpochsRecipe, RMRecipe
 from ludic.recipes.named_sources import is_template
 from ludic.recipes.phases import has_warmup

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from ludic.errors import StopRequested
-from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_missing_base, save_policy, write_card
+from ludic.models.wrappers import has_adapters
 from ludic.recipes.build import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.model import add_adapters, is_shared_out, recomputes_activations

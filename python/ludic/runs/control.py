@@ -14,9 +14,9 @@ from typing import Any
 from ludic.errors import CheckpointError
 from ludic.files.checkpoints import check_model_folder
 from ludic.files.manifest import replace_with_manifest
-from ludic.models.adapters import has_adapters
 from ludic.models.lora import save_merged
 from ludic.models.state_files import holds_whole_weights
+from ludic.models.wrappers import has_adapters
 from ludic.recipes.build import build_controllers
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sections import check_reference, switches_adapters_off

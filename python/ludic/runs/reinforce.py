@@ -10,9 +10,9 @@ from typing import Any
 from ludic.errors import CheckpointError
 from ludic.files.checkpoints import check_model_folder
 from ludic.inference.local import LocalChatClient
-from ludic.models.adapters import has_adapters
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
+from ludic.models.wrappers import has_adapters
 from ludic.recipes.actors import check_actors, check_over_sampling, uses_pool, uses_queue
 from ludic.recipes.build import add_reward_model, build_algorithm, build_episodic_task, build_trainer_config
 from ludic.recipes.compose import config_hash

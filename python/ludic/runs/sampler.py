@@ -141,8 +141,8 @@ def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
     Of quantised weights it has none if it gets new weights after each step: they would be whole."""
     from ludic.distributed.adapters.local import LocalPublisher
     from ludic.inference.local.client import LocalChatClient
-    from ludic.models.adapters import has_adapters
     from ludic.models.quantization import find_quantized_layers
+    from ludic.models.wrappers import has_adapters
 
     convention = choose_logprob_convention(recipe.rollout)
     overlaps = recipe.inference.batches_ahead > 0 or choose_lag(recipe) > 0

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, ConfigTypeError
-from ludic.models.adapters import has_adapters
 from ludic.models.lora import LoraSettings, apply_lora
-from ludic.models.published import unwrap_model
 from ludic.models.sharding import is_sharded
+from ludic.models.wrappers import has_adapters, unwrap_model
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import as_forward_passes, forward_action_logprobs

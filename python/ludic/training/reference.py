@@ -31,11 +31,10 @@ from ludic.errors import CheckpointError, ConfigError, DataError, shorten_names
 from ludic.event_loop import await_if_needed
 from ludic.files.atomic import name_aside
 from ludic.files.manifest import HASH
-from ludic.models.adapters import has_adapters
 from ludic.models.loading import load_model
-from ludic.models.published import unwrap_model
 from ludic.models.sharding import is_sharded
 from ludic.models.tensor_files import StoredTensors
+from ludic.models.wrappers import has_adapters, unwrap_model
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import ModelPasses, forward_action_logprobs

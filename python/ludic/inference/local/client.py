@@ -184,7 +184,7 @@ class LocalChatClient:
     def sync_weights_from(self, weights: WeightSource, *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """`sync_weights` from weights that are gathered meanwhile, one tensor at a time. Names and
         shapes are checked before the first is copied."""
-        return self._sync(lambda: copy_streamed_weights(self.model, weights), timeout_s, version)
+        return self._sync(lambda: copy_streamed_weights(self.model, weights.describe(), weights), timeout_s, version)
 
     def _sync(self, copy: Callable[[], None], timeout_s: float, version: str | int | None) -> str:
         try:

@@ -19,8 +19,8 @@ from ludic.inference.client import Episode
 from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, is_separable, join_prefixes
 from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.request import SamplingParams
-from ludic.models.evaluation_mode import evaluation_mode
-from ludic.models.packed_attention import find_context, first_position, unwrap_transformer
+from ludic.models.packed_attention import find_context, first_position
+from ludic.models.wrappers import evaluation_mode, unwrap_transformer
 
 LEAST_SHARED_TOKENS = 4096
 """Cached tokens that sharing prompts must save; it costs some operations in each layer."""

@@ -29,8 +29,8 @@ from ludic.inference.reward_types import (
     check_one_label,
     select_trained_weights,
 )
-from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.packed_attention import find_context, pin_rope
+from ludic.models.wrappers import evaluation_mode
 
 logger = logging.getLogger(__name__)
 

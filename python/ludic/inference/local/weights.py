@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.inference.client import WeightSource
-from ludic.models.adapters import has_adapters, map_base_names, merge_adapters
+from ludic.models.adapters import map_base_names, merge_adapters
 from ludic.models.quantization import find_quantized_layers, replace_quantized
+from ludic.models.wrappers import has_adapters
 
 
 def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
@@ -30,9 +30,9 @@ def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
         _copy(own[name], new)
 
 
-def copy_streamed_weights(model: nn.Module, weights: WeightSource) -> None:
-    """`copy_weights` of weights that come one tensor at a time."""
-    own = _check_weights(model, weights.describe())
+def copy_streamed_weights(model: nn.Module, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """`copy_weights` of weights that come one tensor at a time; `described` has their shapes."""
+    own = _check_weights(model, described)
     is_adapted = has_adapters(model)
     for name, new in weights:
         if is_adapted:

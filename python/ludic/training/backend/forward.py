@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local.sampler import nucleus
-from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.lora import adapters_off
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import pin_rope
 from ludic.models.prefix_trees import PREFIX_TREES
-from ludic.models.published import unwrap_model
 from ludic.models.sharding import gather_tensor, unshard
+from ludic.models.wrappers import evaluation_mode, unwrap_model
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss, forward_logits
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.precision import autocast

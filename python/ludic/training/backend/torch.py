@@ -27,8 +27,8 @@ from ludic.errors import ConfigError, NonFiniteError
 from ludic.models.adapters import check_frozen
 from ludic.models.heads import find_head_parts, is_classifier, is_in_module
 from ludic.models.names import HEAD_NAMES
-from ludic.models.packed_attention import pin_rope, unwrap_transformer
-from ludic.models.published import ParamFilter, published_weights, shared_weights, unwrap_model
+from ludic.models.packed_attention import pin_rope
+from ludic.models.published import ParamFilter, published_weights, shared_weights
 from ludic.models.regions import split_in_buckets
 from ludic.models.sharding import (
     enable_checkpointing as enable_checkpointing,
@@ -38,6 +38,7 @@ from ludic.models.sharding import (
     set_gradient_sync,
 )
 from ludic.models.state_files import read_model, read_optimizer_if_stored
+from ludic.models.wrappers import unwrap_model, unwrap_transformer
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses, trains_without_logits

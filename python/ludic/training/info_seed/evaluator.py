@@ -22,7 +22,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.files.atomic import write_json
 from ludic.inference import InferenceSpec, ReturnSpec
 from ludic.inference.request import make_sampling
-from ludic.models.evaluation_mode import evaluation_mode
+from ludic.models.wrappers import evaluation_mode
 from ludic.training.algorithm import forward_batch
 from ludic.training.info_seed.prompts import SeedPrompts
 from ludic.training.info_seed.seed_tags import InfoSeed, seed_of, without_tags

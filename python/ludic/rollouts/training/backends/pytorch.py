@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ludic.errors import CheckpointError, ConfigError, DataError
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import PICKLED
-from ludic.models.packed_attention import unwrap_transformer
 from ludic.models.regions import make_slices
 from ludic.models.sharding import find_own_region, gather_tensor, get_local, is_sharded, reshard
+from ludic.models.wrappers import unwrap_transformer
 from ludic.rollouts.training.backends.columns import (
     ColumnMiniBatch,
     ColumnRows,

@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from ludic.models.evaluation_mode import evaluation_mode
+from ludic.models.wrappers import evaluation_mode
 
 
 def modes(model):

@@ -1,11 +1,30 @@
-"""Evaluation or training mode inside a `with` block."""
+"""Wrappers and modes of a model: data parallelism, adapters, and evaluation or training mode
+inside a `with` block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import nn
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper such as DistributedDataParallel."""
+    inner = getattr(model, "module", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def unwrap_transformer(model: Any) -> Any:
+    """The model inside of wrappers for data parallelism and adapters."""
+    inner: Any = unwrap_model(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether the model has adapters of PEFT."""
+    return hasattr(model, "peft_config")
 
 
 def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
