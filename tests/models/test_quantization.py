@@ -17,11 +17,10 @@ from torch import nn
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import ConfigError, MissingExtraError
-from ludic.inference.local.weights import copy_for_sampling
 from ludic.models.adapters import list_merged
 from ludic.models.loading import load_model
 from ludic.models.lora import describe_trained_share, load_adapter, save_adapter, save_merged
-from ludic.models.published import published_weights
+from ludic.models.published import copy_for_sampling, published_weights
 from ludic.models.quantization import (
     QuantizationSettings,
     count_weights,

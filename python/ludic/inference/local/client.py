@@ -18,12 +18,12 @@ from ludic.event_loop import run_in_thread
 from ludic.inference.client import Episode, WeightSource, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
-from ludic.inference.local.weights import copy_for_sampling, copy_streamed_weights, copy_weights
 from ludic.inference.prompts.template import find_turn_end, select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_sampling
 from ludic.models.packed_attention import pin_rope
+from ludic.models.published import copy_for_sampling, copy_streamed_weights, copy_weights
 from ludic.models.sharding import is_sharded
 from ludic.types import ChatResponse, TokenTrace
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ludic import _core
 from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.event_loop import run_in_thread
-from ludic.inference.local.weights import copy_weights
 from ludic.inference.prompts.template import encode_text
 from ludic.inference.prompts.tokens import reads_same_ids
 from ludic.inference.reward_types import (
@@ -30,6 +29,7 @@ from ludic.inference.reward_types import (
     select_trained_weights,
 )
 from ludic.models.packed_attention import find_context, pin_rope
+from ludic.models.published import copy_weights
 from ludic.models.wrappers import evaluation_mode
 
 logger = logging.getLogger(__name__)
