@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from ludic.errors import RolloutError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -142,8 +144,6 @@ async def run_in_daemon_thread(call: Callable[[], T], *, name: str) -> T:
     await done.wait()
     return outcome.result()
 
-
-logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
 """How long cancelled code may take to end before it is closed by force."""

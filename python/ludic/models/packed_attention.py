@@ -1,9 +1,17 @@
-"""Attention over sequences that are concatenated in a row, without a mask of [S, S].
+"""Attention over sequences that are concatenated in a row, without a mask of [S, S], and positions
+that do not depend on the other sequences of a forward pass.
 
 transformers builds such a mask for sdpa, and its time and memory are quadratic in the whole row.
 Here attention stays within each sequence: on CUDA in half precision by torch's `varlen_attn`,
 elsewhere by one sdpa call per group of sequences of similar length. Batches that are not
 padding-free go to transformers' own sdpa, so that a model can keep this attention for both.
+
+transformers chooses the frequencies of RoPE by the largest position of the whole pass, if their
+type is `longrope` (Phi-3, MiniCPM) or `dynamic`: a sequence then has other logits in a batch with a
+longer one. Here they are pinned for a run, as in vLLM: every pass uses the frequencies of
+`max_seq_len` tokens. The config does not change.
+
+Models like RoBERTa count positions from `padding_idx + 1`, and only tokens that are not padding.
 """
 
 from __future__ import annotations
@@ -20,6 +28,8 @@ from torch import Tensor, nn
 
 from ludic.models.prefix_trees import PREFIX_FLEX, Branches, PrefixIntervals
 from ludic.models.wrappers import unwrap_transformer
+
+logger = logging.getLogger(__name__)
 
 PACKED = "ludic_packed"
 """The name under which transformers knows this attention."""
@@ -239,8 +249,6 @@ def _find_varlen() -> tuple[Callable[..., Tensor] | None, bool]:
     attend: Any = varlen_attn
     return attend, "enable_gqa" in names
 
-
-logger = logging.getLogger(__name__)
 
 _PIN = "ludic_pinned_rope"
 """Attribute of a RoPE module: the `_Pin` of its model."""

@@ -1,5 +1,5 @@
-"""The weights that a policy server needs, by name: the trained ones, with adapters merged; and copying
-them into a model."""
+"""The weights that a policy server needs, by name: the trained ones, with adapters merged; and
+copies of them into a model."""
 
 from __future__ import annotations
 

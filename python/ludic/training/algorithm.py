@@ -120,7 +120,7 @@ class RLAlgorithm:
         `cast_logits_to_fp32`: compute log-probabilities in float32, chunk by chunk; otherwise in
         the dtype of the logits. `temperature`: the policy is softmax(logits / temperature).
         `chunked_logits`: compute the logits of some tokens of the vocabulary at a time, if the loss
-        has `reads_shared_only`. The statistics include the sums of `loss.mismatch` if the batch has
+        has `reads_shared_only`. The statistics include the sums of `sum_mismatch` if the batch has
         sampled log-probabilities and the loss computed the current ones.
         """
         formula = adapted_loss(self)

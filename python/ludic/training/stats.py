@@ -28,7 +28,7 @@ from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.loggers.base import Percent
 from ludic.training.loss.reference_kl import compute_reference, is_reference_sum
-from ludic.training.loss.statistics import LARGEST, PREFIX, compute_mismatch, is_mismatch_sum
+from ludic.training.loss.statistics import MISMATCH, MISMATCH_MAX, compute_mismatch, is_mismatch_sum
 from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ RESERVED_KEYS = frozenset(
     }
 )
 """Keys that the trainer itself logs under `train/`. A reducer cannot have one of these names."""
-OWN_PREFIXES = ("perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", PREFIX)
+OWN_PREFIXES = ("perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", MISMATCH)
 """Prefixes of keys that are not logged under `train/`, for the trainer itself."""
 
 
@@ -385,7 +385,7 @@ def combine_micro_stats(micro_stats: Sequence[Mapping[str, float]], sizes: Seque
 
 def _make_stat(key: str, value: float, stats: Mapping[str, float], size: float) -> Stat:
     if is_mismatch_sum(key):
-        return Stat(value, rule="max" if key == f"{PREFIX}{LARGEST}" else "sum")
+        return Stat(value, rule="max" if key == f"{MISMATCH}{MISMATCH_MAX}" else "sum")
     if is_reference_sum(key):
         return Stat(value, rule="sum")
     if key.startswith("gpu_"):
@@ -417,7 +417,7 @@ def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, fl
 
 
 def final_values(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The measured values; the sums of `loss.mismatch` and `loss.reference_kl` become their
+    """The measured values; the sums of `loss.statistics` and `loss.reference_kl` become their
     statistics."""
     sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key) or is_reference_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}

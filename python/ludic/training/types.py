@@ -322,7 +322,7 @@ class ReferencePolicy(Protocol):
         return False
 
     def logps(self, micro_batch: Any) -> Tensor | Awaitable[Tensor]:
-        """Of a `batching.micro_batching.MicroBatch`: [B, T - 1] log-probability of each next token,
+        """Of a `batching.packing.MicroBatch`: [B, T - 1] log-probability of each next token,
         without gradient; only action tokens are read. With several ranks, all call it equally
         often."""
         ...

@@ -1,8 +1,18 @@
 """The cache of a batch that is decoded: tokens are appended in place, rows leave without a copy of
 those that stay, and rows with one prompt read one copy of its keys and values.
 
-Shapes: N rows, R distinct prompts, M rows of the largest group, H key-value heads, P columns of a
-prompt, S columns of a row without its shared prompt, T columns with it, D size of a head.
+Attention of rows that share prompts: the queries of all rows of a group read the copy of the
+prompt's keys and values, and each query the columns of its own row. Each part gives a softmax's
+numerator and denominator, which are added up with a common maximum (Milakov and Gimelshein, Online
+normalizer calculation for softmax, 2018; the split by prefix is Athiwaratkun et al., Bifurcated
+Attention, 2024). The result is the attention over all columns up to rounding in float32.
+
+It is an attention function of transformers, which a model uses inside `shareable_attention`. It
+shares only in a `RowCache` that was made with `share=True`; every other call goes on to `sdpa`.
+
+Shapes: N rows, R distinct prompts, M rows of the largest group, H key-value heads, Q query heads
+of each, P columns of a prompt, S columns of a row without its shared prompt, T columns with it,
+D size of a head.
 """
 
 from __future__ import annotations
@@ -214,7 +224,7 @@ class RowCache(DynamicCache):  # type: ignore[misc, unused-ignore]
         raise NotImplementedError("rows of a RowCache are chosen with `keep`")
 
 
-NAME = "ludic_shared_prompts"
+SHARED_PROMPTS = "ludic_shared_prompts"
 IGNORED = {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "logits_to_keep"}
 """Keywords of an attention function that change nothing for one new token in evaluation mode."""
 
@@ -273,9 +283,9 @@ def shareable_attention(model: Any) -> Iterator[bool]:
     if not can:
         yield False
         return
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = NAME
+    ALL_ATTENTION_FUNCTIONS.register(SHARED_PROMPTS, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(SHARED_PROMPTS, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = SHARED_PROMPTS
     try:
         yield True
     finally:

@@ -1,8 +1,20 @@
 """Turns samples into micro-batches: truncates, packs and pads them. `ludic._core` does the work;
 this module converts samples and tensors.
 
-The trainer uses `mini_batches`. The functions of this module are for code with its own training
-loop.
+The core computes the plans, which divide lines into micro-batches within the token budget
+(`crates/ludic-core/src/plan`); `TrainerConfig.packing` selects the algorithm. A **line** is one
+sequence in a micro-batch: a sample, or the turns of one episode that share their prefix.
+
+Action tokens may count in part: `SampleAttachments.action_fractions` in place of the ones of the
+action mask.
+
+    action_mask   0 1 0 1    action_fractions  0.5 1    in a micro-batch:  0 0.5 0 1
+
+Sums over action tokens are then weighted, and a number of tokens is the sum of the fractions; all
+losses read both from the mask. The core's table has the mask of zeros and ones.
+
+The trainer uses `mini_batches`. `collate_micro_batches` and the functions that it calls are for
+code with its own training loop.
 """
 
 from __future__ import annotations
@@ -24,6 +36,11 @@ from ludic.training.config import Packing as PackingName, TrainerConfig, check_b
 from ludic.training.loss.context import SharedContext, collate_actions
 from ludic.training.loss.logprobs import weigh_values
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
+
+Rows = NDArray[np.int64]
+"""Indices of samples."""
+Fractions = Mapping[int, Tensor]
+"""Row -> [A] float32 fractions of the predicted action tokens. Empty if every token counts 1."""
 
 
 @dataclass(frozen=True)
@@ -238,21 +255,17 @@ def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
     check_budget(micro_token_budget, max_seq_len)
 
 
-Fractions = Mapping[int, Tensor]
-"""Row -> [A] float32 fractions of the predicted action tokens. Empty if every token counts 1."""
-
-
 def read_fractions(items: Sequence[SAWItem]) -> Fractions:
     """The fractions of all samples, ones for those that have none; empty if all of them are ones.
     Raises DataError for another number than a sample has action tokens, and for a number that is
     not > 0 in float32."""
     if all(item.attachments.action_fractions is None for item in items):
         return {}
-    fractions = {row: _read(item, row) for row, item in enumerate(items)}
+    fractions = {row: _read_item_fractions(item, row) for row, item in enumerate(items)}
     return fractions if any(bool((values != 1).any()) for values in fractions.values()) else {}
 
 
-def _read(item: SAWItem, row: int) -> Tensor:
+def _read_item_fractions(item: SAWItem, row: int) -> Tensor:
     mask, given = np.asarray(stored(item, "action_mask")), item.attachments.action_fractions
     actions = int(np.count_nonzero(mask))
     values = np.ones(actions, np.float32) if given is None else narrow(given)
@@ -297,10 +310,6 @@ def count_in_part(tensors: dict[str, Any], fractions: Fractions, rows: Iterable[
         shared = SharedContext(tensors["input_ids"], weighted)
         weighted["old_logp_action"] = weigh_values(shared.sampler_logp, shared.token_mask).sum(dim=1)
     return weighted
-
-
-Rows = NDArray[np.int64]
-"""Indices of samples."""
 
 
 def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig, packing: PackingName | None = None) -> _core.Plan:

@@ -1,4 +1,5 @@
-"""`BatchSourceBase`: all members of a batch source that the library reads, with their defaults.
+"""`BatchSourceBase`: all members of a batch source that the library reads, with their defaults; and
+`RolloutBatchSource`, which plays rollouts when the trainer requests a batch.
 
 A user's source needs only `next_batch` (`training.types.BatchSource`); `as_batch_source` adds the
 other members.

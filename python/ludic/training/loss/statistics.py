@@ -1,6 +1,22 @@
 """Statistics that losses report: detached scalars, which stay on the device of the logits.
 
 Shapes: B samples, T tokens. Per-token values are [B, T - 1]; only action tokens count.
+
+The `mismatch/*` statistics are of the difference between the trainer's log-probabilities and those
+that the sampler reported. With d_t = proximal_logp - sampler_logp (`loss.context`) of all n action
+tokens, and w_t = exp(d_t):
+
+    mismatch/mean      mean of |d|, in nats
+    mismatch/max       largest |d|
+    mismatch/kl        mean of w - 1 - d, an unbiased estimate of KL(sampler || trainer)
+                       that is never negative (k3, Schulman 2020)
+    mismatch/ess       (sum w)^2 / (n sum w^2), in (0, 1]: effective sample size under
+                       importance weights w, as a fraction of the tokens
+    mismatch/tokens    n
+
+The comparison is valid only if the trainer uses the sampling temperature
+(`TrainerConfig.temperature`). A micro-batch reports sums, so the statistics of a step are exact
+means over its tokens for any split into micro-batches.
 """
 
 from __future__ import annotations
@@ -68,8 +84,8 @@ def reached_cap(ratio: Tensor, ratio_clip: float | None) -> Tensor:
     return (ratio.detach() >= ratio_clip).float()
 
 
-PREFIX = "mismatch/"
-LARGEST = "abs_max"
+MISMATCH = "mismatch/"
+MISMATCH_MAX = "abs_max"
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to [-20, 20]: exp(20) is 5e8, which would dominate any mean."""
 
@@ -95,24 +111,24 @@ def sum_mismatch(shared: SharedContext) -> Stats:
     if shared.has_correction:
         weight = shared.correction_weight * mask
         sums |= {"gradient_weight_sum": weight.sum(), "gradient_kept_sum": ((weight != 0) & (mask != 0)).float().sum()}
-    return {f"{PREFIX}{name}": value for name, value in sums.items()}
+    return {f"{MISMATCH}{name}": value for name, value in sums.items()}
 
 
 def is_mismatch_sum(key: str) -> bool:
     """Whether the statistic `key` comes from `sum_mismatch`."""
-    return key.startswith(PREFIX)
+    return key.startswith(MISMATCH)
 
 
 def compute_mismatch(sums: Mapping[str, Any]) -> dict[str, Any]:
     """Return the statistics of a step, by full key, from the sums over its micro-batches and the
     maximum `abs_max`. Empty if there were no tokens."""
-    part = {key.removeprefix(PREFIX): value for key, value in sums.items() if is_mismatch_sum(key)}
+    part = {key.removeprefix(MISMATCH): value for key, value in sums.items() if is_mismatch_sum(key)}
     if not part or not float(part["tokens"]):
         return {}
     tokens = part["tokens"]
     stats = {
         "mean": part["abs_sum"] / tokens,
-        "max": part[LARGEST],
+        "max": part[MISMATCH_MAX],
         "kl": part["kl_sum"] / tokens,
         "ess": part["ratio_sum"] ** 2 / (tokens * part["ratio_square_sum"]),
         "tokens": tokens,
@@ -122,4 +138,4 @@ def compute_mismatch(sums: Mapping[str, Any]) -> dict[str, Any]:
             "correction_weight": part["gradient_weight_sum"] / tokens,
             "correction_kept": part["gradient_kept_sum"] / tokens,
         }
-    return {f"{PREFIX}{name}": value for name, value in stats.items()}
+    return {f"{MISMATCH}{name}": value for name, value in stats.items()}
