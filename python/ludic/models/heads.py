@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.models.names import HEAD_NAMES
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
-from ludic.models.wrappers import unwrap_transformer
+from ludic.models.wrappers import count_vocabulary, is_classifier, unwrap_transformer
 
 
 def find_head(model: nn.Module) -> str | None:
@@ -57,19 +57,6 @@ def find_layers_outside_backbone(model: nn.Module) -> list[str]:
     """Names of the direct children with weights, except the backbone of a transformers model."""
     backbone = getattr(model, "base_model_prefix", None)
     return [name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())]
-
-
-def is_classifier(model: Any) -> bool:
-    """Whether it is a transformers model for sequence classification, with or without adapters."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside of PEFT's model
-    return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
-
-
-def count_vocabulary(model: Any) -> int:
-    """Rows of the token embedding; if the model does not name it, of its largest embedding."""
-    if hasattr(model, "get_input_embeddings"):
-        return int(model.get_input_embeddings().weight.shape[0])
-    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
 def is_in_module(name: str, module: str) -> bool:

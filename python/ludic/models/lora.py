@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.checkpoints import ADAPTER
 from ludic.models.adapters import merge_adapters, require_peft
-from ludic.models.heads import find_head_parts, find_layers_outside_backbone, is_classifier
+from ludic.models.heads import find_head_parts, find_layers_outside_backbone
 from ludic.models.names import HEAD_NAMES
 from ludic.models.quantization import count_weights, find_quantized_layers, keep_trainable
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import write_model
-from ludic.models.wrappers import evaluation_mode, has_adapters, unwrap_model
+from ludic.models.wrappers import evaluation_mode, has_adapters, is_classifier, unwrap_model
 
 if TYPE_CHECKING:
     from peft import LoraConfig

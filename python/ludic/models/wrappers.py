@@ -1,5 +1,5 @@
-"""Wrappers and modes of a model: data parallelism, adapters, and evaluation or training mode
-inside a `with` block."""
+"""Wrappers, kinds and modes of a model: data parallelism, adapters, classifiers, the size of the
+vocabulary, and evaluation or training mode inside a `with` block."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ def unwrap_transformer(model: Any) -> Any:
 def has_adapters(model: nn.Module) -> bool:
     """Whether the model has adapters of PEFT."""
     return hasattr(model, "peft_config")
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether it is a transformers model for sequence classification, with or without adapters."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside of PEFT's model
+    return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
+
+
+def count_vocabulary(model: Any) -> int:
+    """Rows of the token embedding; if the model does not name it, of its largest embedding."""
+    if hasattr(model, "get_input_embeddings"):
+        return int(model.get_input_embeddings().weight.shape[0])
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
 def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:

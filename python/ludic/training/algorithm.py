@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.list_fields import stored
-from ludic.models.heads import captured_head, find_padding, is_classifier, select_scores
+from ludic.models.heads import captured_head, find_padding, select_scores
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import first_position, get_attention, make_packed_keywords
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.models.sharding import gather_tensor, is_sharded, unshard
-from ludic.models.wrappers import unwrap_transformer
+from ludic.models.wrappers import is_classifier, unwrap_transformer
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError, ConfigTypeError
-from ludic.models.heads import is_classifier
 from ludic.models.lora import LoraSettings, apply_lora
-from ludic.models.wrappers import unwrap_model
+from ludic.models.wrappers import is_classifier, unwrap_model
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.backend.torch import build_optimizer

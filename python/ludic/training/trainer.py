@@ -1,6 +1,6 @@
 """The training loop.
 
-A step: fetch a macro-batch (`loop.fetching`), score and weigh it (`preparation`), plan it
+A step: fetch a macro-batch (`loop.staleness`), score and weigh it (`preparation`), plan it
 (`batching.mini_batches`), run it and step the optimizer (`backend`), publish the weights, log
 (`loop.step_record`), save (`checkpoint`). Between steps: evaluate, and stop early
 (`loop.early_stopping`).
@@ -40,10 +40,9 @@ from ludic.training.evaluators.protocol import Evaluator, eval_key, runs_on_all_
 from ludic.training.loggers.base import TrainingLogger, sync_log
 from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import BestWeights, EarlyStopping
-from ludic.training.loop.fetching import BatchFetcher
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
-from ludic.training.loop.staleness import drop_stale
+from ludic.training.loop.staleness import BatchFetcher, drop_stale
 from ludic.training.loop.state import SOURCE, TrainerState, add_ranks, restore_of_this_rank
 from ludic.training.loop.step_record import PhaseTimer, RankTimes, StepRecord, TimeLeft, TokenLog
 from ludic.training.loss.base import adapted_loss

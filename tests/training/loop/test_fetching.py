@@ -12,7 +12,7 @@ from ludic.errors import ConfigError, StopRequested
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo, ranks
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.source import BatchSourceBase
-from ludic.training.loop.fetching import BatchFetcher
+from ludic.training.loop.staleness import BatchFetcher
 from ludic.training.loop.step_record import PhaseTimer
 from ludic.training.types import SAWBatch
 

@@ -6,7 +6,7 @@ from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import EmptyBatchError
 from ludic.training import Trainer, make_reinforce
-from ludic.training.loop.fetching import PATIENCE, SignalWatch
+from ludic.training.loop.staleness import PATIENCE, SignalWatch
 from ludic.training.types import SAWItem
 
 

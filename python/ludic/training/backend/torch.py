@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
 from ludic.models.adapters import check_frozen
-from ludic.models.heads import find_head_parts, is_classifier, is_in_module
+from ludic.models.heads import find_head_parts, is_in_module
 from ludic.models.names import HEAD_NAMES
 from ludic.models.packed_attention import pin_rope
 from ludic.models.published import ParamFilter, published_weights, shared_weights
@@ -38,7 +38,7 @@ from ludic.models.sharding import (
     set_gradient_sync,
 )
 from ludic.models.state_files import read_model, read_optimizer_if_stored
-from ludic.models.wrappers import unwrap_model, unwrap_transformer
+from ludic.models.wrappers import is_classifier, unwrap_model, unwrap_transformer
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses, trains_without_logits

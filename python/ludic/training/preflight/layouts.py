@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ludic import _core
 from ludic.errors import ConfigError
-from ludic.models.heads import captured_head, is_classifier, reads_last_token
+from ludic.models.heads import captured_head, reads_last_token
 from ludic.models.packed_attention import OWN, PACKED, find_context, get_attention, hides_windows, set_attention
 from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES, PrefixTrees
-from ludic.models.wrappers import evaluation_mode, training_mode, unwrap_transformer
+from ludic.models.wrappers import evaluation_mode, is_classifier, training_mode, unwrap_transformer
 from ludic.training import ranks
 from ludic.training.algorithm import Batch, forward_logits
 from ludic.training.backend.precision import autocast
