@@ -23,8 +23,7 @@ from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.reference_kl import sum_reference
-from ludic.training.loss.statistics import sum_mismatch
+from ludic.training.loss.statistics import sum_mismatch, sum_reference
 from ludic.training.loss.token_scores import TOKEN_SCORES, LogitScores, TokenScores
 from ludic.training.types import BatchCredit, CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import group_of, is_list_of

@@ -27,8 +27,14 @@ from ludic.errors import ConfigError, DataError
 from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.loggers.base import Percent
-from ludic.training.loss.reference_kl import compute_reference, is_reference_sum
-from ludic.training.loss.statistics import MISMATCH, MISMATCH_MAX, compute_mismatch, is_mismatch_sum
+from ludic.training.loss.statistics import (
+    MISMATCH,
+    MISMATCH_MAX,
+    compute_mismatch,
+    compute_reference,
+    is_mismatch_sum,
+    is_reference_sum,
+)
 from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)
@@ -417,8 +423,7 @@ def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, fl
 
 
 def final_values(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The measured values; the sums of `loss.statistics` and `loss.reference_kl` become their
-    statistics."""
+    """The measured values; the sums of `sum_mismatch` and `sum_reference` become their statistics."""
     sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key) or is_reference_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}
     return {**plain, **compute_mismatch(sums), **compute_reference(sums)}

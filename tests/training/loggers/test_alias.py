@@ -2,7 +2,7 @@
 
 from ludic.training.loggers import AliasLogger
 from ludic.training.loggers.local import DOCUMENT_NAMES
-from ludic.training.loss.reference_kl import BUCKET_NAMES
+from ludic.training.loss.statistics import BUCKET_NAMES
 
 
 class Log:

@@ -11,7 +11,7 @@ from maxent_example import BETA, GRADIENT, TAU, B, L, N, R, U
 from ludic.errors import ConfigError, DataKeyError
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss import ListwiseClipLoss, ListwiseLoss, ReferenceKLLoss, SharedContext
-from ludic.training.loss.reference_kl import compute_reference, sum_reference
+from ludic.training.loss.statistics import compute_reference, sum_reference
 from ludic.training.maxent import ListwiseCredit
 from ludic.training.types import Candidates
 

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from ludic.errors import ConfigError, RankError
 from ludic.launch.rank_environment import RankEnvironment
 from ludic.training import ranks
-from ludic.training.ranks import rendezvous, session
+from ludic.training.ranks import rank_store, rendezvous, session
 from ludic.training.ranks.rendezvous import Rendezvous
 
 PACKAGE = Path(__file__).parents[3] / "python" / "ludic"
@@ -104,18 +104,18 @@ def test_errors_of_collectives_are_recognised(error, is_collective):
 
 
 def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_named():
-    descriptor = session._listen(RankEnvironment(0, 2, 0, "127.0.0.1", 0))
+    descriptor = rank_store._listen(RankEnvironment(0, 2, 0, "127.0.0.1", 0))
     with socket.socket(fileno=descriptor) as listening:
         host, port = listening.getsockname()
         assert host == "127.0.0.1"
         with pytest.raises(RankError, match=rf"port {port}, for the store of the ranks at 127.0.0.1:{port}, is in use"):
-            session._listen(RankEnvironment(0, 2, 0, "127.0.0.1", port))
+            rank_store._listen(RankEnvironment(0, 2, 0, "127.0.0.1", port))
 
 
 def test_a_store_that_is_not_there_is_named_at_the_deadline():
     port = free_port()
     with pytest.raises(RankError, match=rf"rank 1 of 2 found no store at 127.0.0.1:{port} within 0.2 s"):
-        session._open_store(RankEnvironment(1, 2, 1, "127.0.0.1", port), 0.2)
+        rank_store.open_store(RankEnvironment(1, 2, 1, "127.0.0.1", port), 0.2)
 
 
 def test_a_store_of_several_agents_is_refused_before_anything_is_written_to_it():

@@ -26,8 +26,8 @@ from ludic.training.loss.base import Loss, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.kl import estimate_kl
 from ludic.training.loss.logprobs import mask_values
+from ludic.training.loss.statistics import estimate_kl
 from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss
 
 IGNORED = -100

@@ -4,22 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import Tensor
 
-from ludic.errors import ConfigError
 from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import weigh_values
-from ludic.training.loss.statistics import masked_means, population_std
-
-Estimator = Literal["k1", "k2", "k3"]
-"""Estimators of KL(pi || pi_old), with log_ratio = log pi - log pi_old. k1: log_ratio; unbiased,
-but its gradient is zero in expectation on samples of pi itself. k2: log_ratio^2 / 2. k3:
-exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
+from ludic.training.loss.statistics import Estimator, check_estimator, estimate_kl, masked_means, population_std
 
 
 @dataclass
@@ -107,18 +99,3 @@ class EntropyBonus(ActionLoss):
         if self.normalizer == "tokens":
             stats["avg_action_tokens"] = shared.token_mask.sum(dim=1).mean()
         return loss, stats
-
-
-def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:
-    """Estimate KL(pi || pi_old) for each entry of `log_ratio`, log pi - log pi_old."""
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return 0.5 * log_ratio**2
-    return torch.expm1(-log_ratio) + log_ratio
-
-
-def check_estimator(estimator: str) -> None:
-    """Raise ConfigError for an unknown estimator."""
-    if estimator not in ("k1", "k2", "k3"):
-        raise ConfigError(f"estimator ({estimator!r}) must be 'k1', 'k2' or 'k3'")

@@ -1,4 +1,5 @@
-"""Statistics that losses report: detached scalars, which stay on the device of the logits.
+"""Estimators of KL, and statistics that losses report: detached scalars, which stay on the
+device of the logits.
 
 Shapes: B samples, T tokens. Per-token values are [B, T - 1]; only action tokens count.
 
@@ -14,22 +15,59 @@ tokens, and w_t = exp(d_t):
                        importance weights w, as a fraction of the tokens
     mismatch/tokens    n
 
-The comparison is valid only if the trainer uses the sampling temperature
-(`TrainerConfig.temperature`). A micro-batch reports sums, so the statistics of a step are exact
-means over its tokens for any split into micro-batches.
+The `reference/*` statistics are of the KL towards a reference that does not change during training.
+With d_t = log pi_ref - log pi of the n action tokens of the samples (k3, Schulman 2020):
+
+    reference/kl             mean over tokens of exp(d) - d - 1
+    reference/sequence_kl    sum_b n_b k3(mean of d over sample b) / sum_b n_b, as the document's
+    reference/tokens         n
+    reference/kl_bucket/X    the same as reference/kl for samples of X action tokens
+
+The comparison with the sampler is valid only if the trainer uses the sampling temperature
+(`TrainerConfig.temperature`). For both a micro-batch reports sums, so the statistics of a step are
+exact means over its tokens, for any split into micro-batches and over ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ludic.errors import ConfigError
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import mask_values, weigh_values
+
+Estimator = Literal["k1", "k2", "k3"]
+"""Estimators of KL(pi || pi_old), with log_ratio = log pi - log pi_old. k1: log_ratio; unbiased,
+but its gradient is zero in expectation on samples of pi itself. k2: log_ratio^2 / 2. k3:
+exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
+
+MISMATCH = "mismatch/"
+MISMATCH_MAX = "abs_max"
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to [-20, 20]: exp(20) is 5e8, which would dominate any mean."""
+REFERENCE = "reference/"
+BUCKETS = (32, 64, 128, 256)
+BUCKET_NAMES = ("0-32", "33-64", "65-128", "129-256", "257+")
+
+
+def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate KL(pi || pi_old) for each entry of `log_ratio`, log pi - log pi_old."""
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+def check_estimator(estimator: str) -> None:
+    """Raise ConfigError for an unknown estimator."""
+    if estimator not in ("k1", "k2", "k3"):
+        raise ConfigError(f"estimator ({estimator!r}) must be 'k1', 'k2' or 'k3'")
 
 
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
@@ -84,12 +122,6 @@ def reached_cap(ratio: Tensor, ratio_clip: float | None) -> Tensor:
     return (ratio.detach() >= ratio_clip).float()
 
 
-MISMATCH = "mismatch/"
-MISMATCH_MAX = "abs_max"
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to [-20, 20]: exp(20) is 5e8, which would dominate any mean."""
-
-
 def sum_mismatch(shared: SharedContext) -> Stats:
     """Return sums over one micro-batch, as detached scalars on its device. Empty if the batch
     has no sampled log-probabilities, or if the loss has not computed the current ones: these
@@ -139,3 +171,41 @@ def compute_mismatch(sums: Mapping[str, Any]) -> dict[str, Any]:
             "correction_kept": part["gradient_kept_sum"] / tokens,
         }
     return {f"{MISMATCH}{name}": value for name, value in stats.items()}
+
+
+def sum_reference(shared: SharedContext) -> Stats:
+    """Return sums over one micro-batch, as detached scalars on its device. Empty without a
+    reference, or if the loss has not computed the current log-probabilities."""
+    if "reference_logps" not in shared.batch or not shared.has_computed_logp:
+        return {}
+    mask = shared.token_mask
+    log_ratio = mask_values(shared.current_logp - shared.reference_logp, mask).detach()
+    kl_B = weigh_values(estimate_kl(log_ratio, "k3"), mask).sum(dim=1)
+    tokens_B = mask.sum(dim=1)
+    sequence = (tokens_B * estimate_kl(weigh_values(log_ratio, mask).sum(dim=1) / shared.token_counts, "k3")).sum()
+    sums = {"tokens": tokens_B.sum(), "k3_sum": kl_B.sum(), "seq_k3_sum": sequence}
+    bucket_B = torch.bucketize(tokens_B, tokens_B.new_tensor(BUCKETS))
+    for name, values_B in (("bucket_k3", kl_B), ("bucket_tokens", tokens_B)):
+        summed = values_B.new_zeros(len(BUCKET_NAMES)).index_add(0, bucket_B, values_B)
+        sums |= {f"{name}/{bucket}": value for bucket, value in zip(BUCKET_NAMES, summed.unbind(), strict=True)}
+    return {f"{REFERENCE}{name}": value for name, value in sums.items()}
+
+
+def is_reference_sum(key: str) -> bool:
+    """Whether the statistic `key` comes from `sum_reference`."""
+    return key.startswith(REFERENCE)
+
+
+def compute_reference(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the statistics of a step, by full key, from the sums over its micro-batches. Empty if
+    there were no tokens; a bucket without samples has no key."""
+    part = {key.removeprefix(REFERENCE): value for key, value in sums.items() if is_reference_sum(key)}
+    if not part or not float(part["tokens"]):
+        return {}
+    tokens = part["tokens"]
+    stats = {"kl": part["k3_sum"] / tokens, "sequence_kl": part["seq_k3_sum"] / tokens, "tokens": tokens}
+    for bucket in BUCKET_NAMES:
+        counted = part.get(f"bucket_tokens/{bucket}", 0.0)
+        if float(counted):
+            stats[f"kl_bucket/{bucket}"] = part[f"bucket_k3/{bucket}"] / counted
+    return {f"{REFERENCE}{name}": value for name, value in stats.items()}

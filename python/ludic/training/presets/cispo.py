@@ -5,7 +5,7 @@ from __future__ import annotations
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import HybridNormalizedReturn
 from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, LossTerm, Normalizer, TokenKLLoss, resolve_correction
-from ludic.training.loss.kl import Estimator
+from ludic.training.loss.statistics import Estimator
 from ludic.training.presets.preprocess import add_reference_kl, check_group_size, check_ratios, group_return, token_mean
 
 

@@ -14,8 +14,8 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     resolve_correction,
 )
-from ludic.training.loss.kl import Estimator
 from ludic.training.loss.reference_kl import KLLevel
+from ludic.training.loss.statistics import Estimator
 from ludic.training.presets.preprocess import add_reference_kl, check_ratios, group_return
 from ludic.training.types import CreditAssigner
 

@@ -20,9 +20,9 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     resolve_correction,
 )
-from ludic.training.loss.kl import Estimator
 from ludic.training.loss.listwise import RatioLevel
 from ludic.training.loss.reference_kl import KLLevel
+from ludic.training.loss.statistics import Estimator
 from ludic.training.maxent.credit import Baseline, ListwiseCredit, Scale
 from ludic.training.presets.preprocess import add_info_seed, check_group_size, token_mean
 

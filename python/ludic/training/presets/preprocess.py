@@ -24,8 +24,8 @@ from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.info_seed.seed_tags import SEED_ID, InfoSeed, seed_of, without_tags
 from ludic.training.loss import CompositeLoss, Loss, LossTerm, ReferenceKLLoss, SeedClassificationLoss, SeedContrastiveLoss
 from ludic.training.loss.info_seed import FixedSeedHead
-from ludic.training.loss.kl import Estimator
 from ludic.training.loss.reference_kl import KLLevel
+from ludic.training.loss.statistics import Estimator
 from ludic.training.types import SAWItem
 
 

@@ -16,8 +16,8 @@ from ludic.training.credit_assignment import (
 from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.dpo import DPOLoss, DPOLossType
-from ludic.training.loss.kl import Estimator
 from ludic.training.loss.preference import RegularizationType, ScoreRegularization
+from ludic.training.loss.statistics import Estimator
 from ludic.training.presets.cispo import add_kl
 from ludic.training.presets.preprocess import check_ratios
 

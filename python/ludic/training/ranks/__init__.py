@@ -6,26 +6,24 @@ too: its ranks meet at its store. Without `torch.distributed` there is one rank.
 function pickles anything.
 """
 
-from ludic.training.ranks.collectives import (
-    gather_json,
-    is_distributed,
-    max_over_ranks,
-    rank,
-    sum_over_ranks,
-    union_over_ranks,
-    world_size,
-)
 from ludic.training.ranks.session import (
     agree,
     ask_rank_0,
     barrier,
     current_rendezvous,
     explain,
+    gather_json,
+    is_distributed,
     joined,
+    max_over_ranks,
     raise_if_failed,
+    rank,
     rank_0_alone,
     start,
     stop,
+    sum_over_ranks,
+    union_over_ranks,
+    world_size,
 )
 
 __all__ = [

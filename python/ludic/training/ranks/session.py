@@ -1,16 +1,18 @@
 """Joining the ranks of a run and leaving them: from the launcher's environment to a process group,
-and from an error on one rank to its end on all; errors and answers that all ranks share."""
+and from an error on one rank to its end on all; errors and answers that all ranks share; and
+reductions over ranks. Without `torch.distributed` there is one rank and each reduction is the
+identity. Nothing is pickled: values travel as numbers and JSON."""
 
 from __future__ import annotations
 
-import errno
 import ipaddress
+import json
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,14 +20,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store  # torch has no public name for it
 
 from ludic.errors import TRY_AGAIN, ConfigError, RankError
 from ludic.launch.rank_environment import RankEnvironment, read_rank_environment
 from ludic.training import watchdog
-from ludic.training.ranks.collectives import is_distributed, rank, world_size
 from ludic.training.ranks.liveness import name_ranks
+from ludic.training.ranks.rank_store import open_store
 from ludic.training.ranks.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,6 @@ STOP_S = 600.0
 """How long the other ranks wait for rank 0 to be done with what it does alone."""
 LEAVE_S = 5.0
 """How long the rank that serves the store waits for another one to leave."""
-CONNECT_DELAY_S = 0.1
 WAIT_S = 7200.0
 """How long a rank waits for the others outside of the phases of the watchdog."""
 
@@ -45,6 +46,77 @@ _rendezvous: Rendezvous | None = None
 _environment: RankEnvironment | None = None
 _of_groups: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
 """Of process groups that `start` did not make; gone with the group, whose store they hold."""
+
+
+def is_distributed() -> bool:
+    """Whether there is more than one rank."""
+    return world_size() > 1
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def sum_over_ranks(values: Sequence[float], device: torch.device | str) -> list[float]:
+    """Sum each value over the ranks, in float64."""
+    return _reduce(values, device, dist.ReduceOp.SUM) if is_distributed() else list(values)
+
+
+def max_over_ranks(values: Sequence[float], device: torch.device | str) -> list[float]:
+    """Return the maximum of each value over the ranks."""
+    return _reduce(values, device, dist.ReduceOp.MAX) if is_distributed() else list(values)
+
+
+def _reduce(values: Sequence[float], device: torch.device | str, operation: dist.ReduceOp.RedOpType) -> list[float]:
+    packed = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(packed, op=operation)
+    return [float(value) for value in packed.cpu()]
+
+
+def union_over_ranks(names: Sequence[str], device: torch.device | str) -> list[str]:
+    """Return the names that at least one rank has, without duplicates and in the same order on all
+    ranks.
+
+    Example: rank 0 has a, b and rank 1 has c, b: both get a, b, c.
+    """
+    return list(dict.fromkeys(name for each in gather_json(list(names), device) for name in each))
+
+
+def gather_json(value: Any, device: torch.device | str | None = None) -> list[Any]:
+    """The value of each rank, in the order of ranks, on all ranks. `device`: where the bytes
+    travel; by default where the process group needs them.
+
+    Example: rank 0 has "a" and rank 1 has "bcd". Both are padded to 5 bytes, `"a"  ` and `"bcd"`.
+    """
+    if not is_distributed():
+        return [value]
+    device = group_device() if device is None else device
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    size = int(max_over_ranks([float(len(own))], device)[0])
+    padded = torch.full((size,), ord(" "), dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    everyone = [torch.empty_like(padded) for _ in range(world_size())]
+    dist.all_gather(everyone, padded)
+    return [json.loads(each.cpu().numpy().tobytes()) for each in everyone]
+
+
+def broadcast_bytes(content: bytes | memoryview | None, size: int, device: torch.device, *, src: int = 0) -> memoryview:
+    """The `size` bytes that rank `src` passes as `content`, on all ranks, in memory that can be
+    written to; others pass None."""
+    own = torch.empty(size, dtype=torch.uint8) if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    shared = own.to(device)
+    dist.broadcast(shared, src=src)
+    return shared.cpu().numpy().data
+
+
+def group_device() -> torch.device:
+    """Where the process group's collectives need their tensors: on the CPU if it has gloo, as the
+    group of `start` always does."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def current_rendezvous() -> Rendezvous | None:
@@ -135,7 +207,7 @@ def start(
         raise ConfigError("ranks.start was called twice, or after torch.distributed.init_process_group; call it once")
     ends = time.monotonic() + rendezvous_timeout_s
     attempt = _name_attempt(environment)
-    store = _open_store(environment, rendezvous_timeout_s)
+    store = open_store(environment, rendezvous_timeout_s)
     prefixed = PrefixStore(f"ludic/{attempt}", store)
     shared = Rendezvous(prefixed, environment.rank, environment.world_size, exit_code=exit_code)
     shared.gather(max(1.0, ends - time.monotonic()))
@@ -271,63 +343,6 @@ def _name_attempt(environment: RankEnvironment) -> str:
             "meets what was left there; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each machine, with --rdzv-backend c10d"
         )
     return environment.attempt
-
-
-def _open_store(environment: RankEnvironment, timeout_s: float) -> Any:
-    serves = environment.rank == 0 and not environment.has_store
-    if not serves:
-        _wait_for_port(environment, timeout_s)
-    try:
-        return TCPStore(
-            environment.address,
-            environment.port,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=_listen(environment) if serves else None,
-        )
-    except dist.DistError as error:
-        where = f"{environment.address}:{environment.port}"
-        raise RankError(f"rank {environment.rank} cannot use the store at {where}: {str(error).splitlines()[0]}") from error
-
-
-def _listen(environment: RankEnvironment) -> int:
-    """A listening socket at the address of the store alone, not at all addresses of this machine.
-    If this machine does not know the address by that name, at all of them."""
-    where = f"{environment.address}:{environment.port}"
-    try:
-        listening = _bind(environment.address, environment.port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise RankError(
-                f"port {environment.port}, for the store of the ranks at {where}, is in use; set MASTER_PORT, or ranks.port under Slurm"
-            ) from error
-        logger.warning(
-            "the store of the ranks listens on all addresses of this machine, since %s is none of them (%s)", where, error
-        )
-        listening = _bind("", environment.port)
-    return listening.detach()
-
-
-def _bind(address: str, port: int) -> socket.socket:
-    family = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    return socket.create_server((address, port), family=family, backlog=4096)
-
-
-def _wait_for_port(environment: RankEnvironment, timeout_s: float) -> None:
-    ends = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((environment.address, environment.port), timeout=min(10.0, timeout_s)).close()
-            return
-        except OSError as error:
-            if time.monotonic() > ends:
-                where = f"{environment.address}:{environment.port}"
-                raise RankError(
-                    f"rank {environment.rank} of {environment.world_size} found no store at {where} within {timeout_s:g} s ({error}); is "
-                    "rank 0 running, and can this host reach that address and port?"
-                ) from error
-        time.sleep(CONNECT_DELAY_S)
 
 
 def _is_loopback(address: str) -> bool:
