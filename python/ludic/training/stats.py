@@ -423,7 +423,7 @@ def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, fl
 
 
 def final_values(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The measured values; the sums of `sum_mismatch` and `sum_reference` become their statistics."""
+    """The measured values; sums of `sum_mismatch` and `sum_reference` become their statistics."""
     sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key) or is_reference_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}
     return {**plain, **compute_mismatch(sums), **compute_reference(sums)}

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from ludic.errors import DataError, InferenceError, RankError, RequestsExhausted, ServerUnreachableError
 from ludic.runs.exit_status import describe_machine_fault, rank_exit_status
-from ludic.training.ranks.sent_errors import describe_error, rebuild_error
+from ludic.training.ranks.rendezvous import describe_error, rebuild_error
 
 
 def test_an_error_is_rebuilt_as_its_nearest_class_that_takes_a_message():
