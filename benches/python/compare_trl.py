@@ -100,7 +100,7 @@ def write_problems(work: Path, steps: int, seed: int) -> None:
     """Write the problems that ludic draws in this run, in the same order."""
     from random import Random
 
-    from ludic.tasks.digit_sort import DigitSort
+    from ludic.tasks.digits import DigitSort
 
     task, problems = DigitSort(), []
     for batch in range(steps):

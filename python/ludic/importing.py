@@ -19,6 +19,7 @@ MOVED = {
     "ludic.context.base": "ludic.context.strategies",
     "ludic.context.full_dialog": "ludic.context.strategies",
     "ludic.context.truncated_thinking": "ludic.context.strategies",
+    "ludic.agents.react_agent": "ludic.agents.tool_agent",
     "ludic.envs.code_exec.factory": "ludic.envs.code_exec.backend",
     "ludic.envs.single_agent_env": "ludic.envs.env",
     "ludic.eval.core": "ludic.eval.evaluator",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ludic.data.sft_formats import (
+from ludic.data.formats import (
     FORMATS,
     convert_alpaca,
     convert_alpaca_to_text,

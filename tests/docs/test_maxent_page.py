@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
-from ludic.tasks.rising import right_answers
+from ludic.tasks.digits import right_answers
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "maxent.md").read_text(encoding="utf-8")

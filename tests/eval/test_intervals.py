@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.eval.intervals import difference_interval, mean_interval, share_interval, student_quantile, wilson_interval
+from ludic.eval.statistics import difference_interval, mean_interval, share_interval, student_quantile, wilson_interval
 
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
 from ludic.eval import pass_at_k
-from ludic.eval.pass_at_k import curve_points
+from ludic.eval.statistics import curve_points
 
 
 def test_pass_at_k_by_hand():

@@ -242,7 +242,7 @@ def test_gsm8k_from_a_file_needs_no_python_code(here: Path, model: Path, monkeyp
         async def grade(self, answer: str, target: str) -> bool:
             return int(target) % 2 == 0
 
-    monkeypatch.setattr("ludic.envs.maths.envs.shared_grader", Grader)
+    monkeypatch.setattr("ludic.envs.maths.grader.shared_grader", Grader)
     write(here / "gsm8k.jsonl", [{"question": f"What is {n} + 1?", "answer": f"One more.\n#### {n + 1}"} for n in range(10)])
     trained(f"model={model}", "data=gsm8k.jsonl", "reward=gsm8k", "rollout.log_every=1")
     lines = rollouts()

@@ -9,8 +9,8 @@ import yaml
 from typer.testing import CliRunner
 
 from ludic import GRPO, SFT
+from ludic.agents.tool_agent import find_tools
 from ludic.agents.tool_schema import tool_schema
-from ludic.agents.tool_settings import find_tools
 from ludic.cli.app import app
 from ludic.errors import ConfigError
 

@@ -11,7 +11,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.build import build_episodic_task
 from ludic.recipes.compose import compose
 from ludic.tasks import Rising, as_episodic
-from ludic.tasks.rising import right_answers, rises_above
+from ludic.tasks.digits import right_answers, rises_above
 
 
 def test_the_right_answers_are_all_rising_digits_above_the_question():

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
 from ludic.tasks import Addition, DigitSort, Problem, Task
-from ludic.tasks.addition import sum_matches, textbook, without_carry
+from ludic.tasks.digits import sum_matches, textbook, without_carry
 
 TASKS: list[Task] = [DigitSort(), Addition()]
 numbers = st.integers(min_value=10, max_value=99)

@@ -2,7 +2,6 @@
 actions. `ToolAgent` and `ReActAgent` call tools first."""
 
 from ludic.agents.base_agent import Agent
-from ludic.agents.react_agent import ReActAgent
-from ludic.agents.tool_agent import ToolAgent
+from ludic.agents.tool_agent import ReActAgent, ToolAgent
 
 __all__ = ["Agent", "ReActAgent", "ToolAgent"]

@@ -1,20 +1,26 @@
-"""The base class of agents with tools."""
+"""Agents with tools: their base class, the agent that reasons and calls tools until it answers, and
+the tools of a run by their names in a recipe, with their limits.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ludic.agents.base_agent import Agent
+from ludic.agents.base_agent import Agent, IntermediateCall
 from ludic.agents.tool_schema import check_names, tool_schema
-from ludic.errors import ConfigError, DataError, LudicError
+from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError
 from ludic.event_loop import await_if_needed, run_in_daemon_thread
 from ludic.inference.request import InferenceSpec, ToolRequest
+from ludic.inference.sampling import call_seed
+from ludic.parsers import ParseResult
+from ludic.types import Message, TokenTrace
+from ludic.user_objects import GivenNames, import_named
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +62,7 @@ class ToolAgent(Agent):
         """The same settings with token ids requested, because tool calls are trained like any other
         action."""
         spec = inference or InferenceSpec()
-        return dataclasses.replace(spec, return_=dataclasses.replace(spec.return_, return_token_ids=True))
+        return replace(spec, return_=replace(spec.return_, return_token_ids=True))
 
     def _extract_openai_message(self, info: Mapping[str, Any]) -> tuple[str | None, list[ToolCall]]:
         """(content, tool calls) of the server's message; (completion, no calls) if the response
@@ -130,3 +136,164 @@ async def run_tool(tool: Callable[..., Any], arguments: Mapping[str, Any], timeo
         if deadline.expired():
             raise ToolTimeoutError(f"no result within {timeout_s} s") from None
         raise
+
+
+CALLS_INFO, FAILED_INFO = "tools/calls", "tools/failed"
+"""Keys of the info of an answer: the calls of tools before it, and how many of them failed."""
+OUT_OF_STEPS: Message = {
+    "role": "user",
+    "content": "You have exhausted your reasoning steps and can call no more tools. Give your final answer now.",
+}
+
+
+class ReActAgent(ToolAgent):
+    """Calls the model up to `max_react_steps` times for each action (ReAct, arXiv:2210.03629).
+
+    After a response with tool calls the tools are run and the model is called again. A response
+    without tool calls is the answer and is parsed. The last call offers no tools, and a message
+    that is not stored in the context tells the model so. `act` returns the answer. The calls before
+    it are in `intermediate_calls`; the protocol turns them into steps of the same rollout, so that
+    they are trained as well. The info of the answer has the number of calls, `tools/calls`, and how
+    many of them failed, `tools/failed`.
+
+    With `reject_incomplete_completions`, a response that reached the token limit ends `act`, and
+    its tools are not run.
+    """
+
+    name = "react_agent"
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], max_react_steps: int = 5, **kwargs: Any) -> None:
+        super().__init__(tools, **kwargs)
+        if not getattr(self._ctx, "supports_tools", False):
+            raise ConfigTypeError(
+                f"{type(self).__name__} requires a context with supports_tools=True, which {type(self._ctx).__name__} is not; use one "
+                "that stores tool calls and their results"
+            )
+        if max_react_steps < 1:
+            raise ConfigError(f"max_react_steps ({max_react_steps}) must be >= 1, because the last step is the answer")
+        self.max_react_steps = max_react_steps
+
+    async def act(
+        self, inference: InferenceSpec | None = None, sampling_seed: int | None = None, timeout_s: float | None = None
+    ) -> tuple[ParseResult, str, dict[str, Any], TokenTrace | None]:
+        """(parsed, raw text, info, trace) of the answer. `timeout_s` applies to each model call;
+        each call has its own sampling seed."""
+        self.intermediate_calls = []
+        self.num_calls = self.num_failed = 0
+        spec = self._with_tools(inference)
+        for call in range(self.max_react_steps):
+            last = call == self.max_react_steps - 1
+            messages = self._ctx.on_before_act()
+            response, info, self.last_info, trace = await self._infer_once(
+                messages=[*messages, OUT_OF_STEPS] if last else messages,
+                inference=spec,
+                sampling_seed=call_seed(sampling_seed, call),
+                timeout_s=timeout_s,
+                tools=None if last or not self.tool_schemas else self._tool_request(),
+            )
+            ends = last or self._is_rejected(response)
+            content, tool_calls = (response.text, []) if ends else self._extract_openai_message(info)
+            if not tool_calls:
+                answer = replace(response, text=content or "")
+                self._ctx.add_assistant_step(answer.text, None)
+                info |= {CALLS_INFO: self.num_calls, FAILED_INFO: self.num_failed}
+                return self._parse(answer, info), answer.text, info, trace
+            self._ctx.add_assistant_step(content, tool_calls)
+            results = await self._run_tool_calls(tool_calls)
+            info["chat_completion"] = {"role": "assistant", "content": content or "", "tool_calls": tool_calls}
+            self.intermediate_calls.append(IntermediateCall(response.text, info, trace, "\n".join(results)))
+        raise AssertionError("the last call returns")
+
+
+Tool = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Plain or coroutine functions that the model may call before each of its answers.
+
+    >>> use = ToolUse((look_up,), max_turns=2)
+    >>> use.make_agent(client=client, model="m", ctx=ctx, parser=parser)
+    """
+
+    functions: tuple[Tool, ...]
+    """What the model is told of each is its name, docstring and type hints."""
+    max_turns: int = 4
+    """Model calls in which it may call tools; the one after them is the answer."""
+    timeout_s: float | None = 30.0
+    """Deadline of one tool call. None means no deadline."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a limit that is too small, and for functions that a model cannot
+        be told of."""
+        if not self.functions:
+            raise ConfigError("there are no tools; give at least one function")
+        if self.max_turns < 1:
+            raise ConfigError(f"max_tool_turns ({self.max_turns}) must be >= 1; to train without tools, leave tools out")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"tool_timeout_s ({self.timeout_s}) must be > 0, or null for tools without a deadline")
+        for function in self.functions:
+            check_tool(function)
+        check_names(self.functions)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What a chat template is given, one for each function."""
+        return [tool_schema(function) for function in self.functions]
+
+    def make_agent(self, **settings: Any) -> ReActAgent:
+        """The agent of one episode. `settings` are arguments of `Agent`."""
+        return ReActAgent(self.functions, self.max_turns + 1, tool_timeout_s=self.timeout_s, **settings)
+
+
+def check_tool(function: Tool) -> Mapping[str, Any]:
+    """The schema of a function. Raises ConfigError for one that a model cannot call, or that has
+    no docstring or no type hint for a parameter, which are all that the model is told."""
+    schema = tool_schema(function)
+    name = function.__name__
+    if inspect.isclass(function):
+        raise ConfigError(f"the tool {name} is a class; give a function")
+    if not (inspect.getdoc(function) or "").strip():
+        raise ConfigError(f"the tool {name} has no docstring, by which a model knows what it is for; write one")
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters.values()):
+        raise ConfigError(
+            f"the tool {name} takes *arguments, and models pass arguments by name; take a list, such as items: list[str]"
+        )
+    without = [
+        each for each in schema["function"]["parameters"]["properties"] if parameters[each].annotation is inspect.Parameter.empty
+    ]
+    if without:
+        raise ConfigError(
+            f"the tool {name} has no type hint for {', '.join(without)}, which a model is told; write one, such as {without[0]}: str"
+        )
+    return schema
+
+
+_GIVEN = GivenNames[Tool]("tools")
+given_tools = _GIVEN.given
+
+
+def find_tools(names: Any) -> tuple[Tool, ...]:
+    """The functions of the setting `tools`: `module:function`, or a list of these; none for null
+    and for an empty list. Raises ConfigError for a name that is not known."""
+    listed = [names] if isinstance(names, str) else [] if names is None else names
+    if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
+        raise ConfigError(f"tools ({names!r}) must be module:function, or a list of such names")
+    return tuple(map(_find, listed))
+
+
+def _find(name: str) -> Tool:
+    given = _GIVEN.now
+    if name in given:
+        return given[name]
+    if ":" not in name:
+        module, _, function_name = name.rpartition(".")
+        module = module or "my_tools"
+        raise ConfigError(
+            f"tools ({name}) is not known; write module:function, such as {module}:{function_name} for `{function_name}` of "
+            f"./{module.replace('.', '/')}.py. A run that "
+            "was given the function as an object of a script goes on in that script, with train(resume=True)"
+        )
+    function: Tool = import_named(name, "tools")
+    return function

@@ -13,9 +13,8 @@ from pathlib import Path
 import typer
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.files.atomic import read_json
+from ludic.files.atomic import read_json, replace_folder
 from ludic.files.checkpoints import ADAPTER, ADAPTER_CONFIG, BEST, STEP_NAME, TOKENIZER_FILES, find_checkpoint_faults
-from ludic.files.folders import replace_folder
 from ludic.files.manifest import MANIFEST
 
 

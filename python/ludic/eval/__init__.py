@@ -9,8 +9,16 @@ from ludic.eval.cli import (
     write_jsonl,
 )
 from ludic.eval.evaluator import EngineEvaluator, Evaluator, ProblemEvaluator, run_eval, run_eval_sync
-from ludic.eval.intervals import Interval, difference_interval, mean_interval, share_interval, wilson_interval
-from ludic.eval.pass_at_k import distinct_at_k, entropy_of_answers, pass_at_k
+from ludic.eval.statistics import (
+    Interval,
+    difference_interval,
+    distinct_at_k,
+    entropy_of_answers,
+    mean_interval,
+    pass_at_k,
+    share_interval,
+    wilson_interval,
+)
 from ludic.eval.tally import Measurement, ProblemResult, measure
 
 __all__ = [

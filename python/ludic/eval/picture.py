@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ludic.errors import DataError
-from ludic.eval.intervals import Interval
+from ludic.eval.statistics import Interval
 from ludic.eval.tally import Measurement
 from ludic.training.classification_metrics import PreferenceMetrics, margins_in_both_orders, percentiles
 

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from ludic.errors import DataError, RolloutError
-from ludic.eval.intervals import Interval, mean_interval, share_interval
-from ludic.eval.pass_at_k import curve_points, pass_at_k
+from ludic.eval.statistics import Interval, curve_points, mean_interval, pass_at_k, share_interval
 from ludic.training.rollouts.episodes import EpisodeFailure
 from ludic.types import Rollout
 

@@ -25,8 +25,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from ludic.errors import CheckpointError
-from ludic.files.atomic import name_aside, read_json, write_json, write_text
-from ludic.files.folders import replace_folder
+from ludic.files.atomic import name_aside, read_json, replace_folder, write_json, write_text
 
 MANIFEST = "manifest.json"
 SCHEMA = 1

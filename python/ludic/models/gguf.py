@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ludic.errors import ConfigError, MissingExtraError
-from ludic.files.folders import replace_folder
+from ludic.files.atomic import replace_folder
 from ludic.models.loading import check_dtype, explain_load_errors
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ludic.agents.tool_settings import ToolUse, find_tools
+from ludic.agents.tool_agent import ToolUse, find_tools
 from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection

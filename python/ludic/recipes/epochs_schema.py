@@ -11,7 +11,7 @@ from typing import Any, Optional, TypeVar, cast
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from ludic.data.sft_formats import AUTO, FORMATS
+from ludic.data.formats import AUTO, FORMATS
 from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, read_yaml, resolve_layers, split_arguments
 from ludic.recipes.overrides import Override, parse_flags

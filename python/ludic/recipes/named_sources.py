@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.agents.tool_settings import check_tool, find_tools
+from ludic.agents.tool_agent import check_tool, find_tools
 from ludic.data.sources import is_local, suggest_path
 from ludic.errors import DataError
 from ludic.files.checkpoints import ADAPTER_CONFIG, list_model_files

@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.eval.intervals import wilson_interval
+from ludic.eval.statistics import wilson_interval
 from ludic.files.checkpoints import check_model_folder
 from ludic.files.jsonl import write_jsonl
 from ludic.models.loading import load_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.eval.intervals import Interval, mean_interval, share_interval
+from ludic.eval.statistics import Interval, mean_interval, share_interval
 from ludic.files.jsonl import read_jsonl
 from ludic.inference.local import LocalChatClient
 from ludic.inference.request import SamplingParams

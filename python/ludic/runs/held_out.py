@@ -13,7 +13,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.eval.evaluator import ProblemEvaluator
-from ludic.eval.intervals import Interval, mean_interval, share_interval
+from ludic.eval.statistics import Interval, mean_interval, share_interval
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, average_by_key
 from ludic.recipes.build import check_callbacks
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.data.sources import is_local
-from ludic.eval.intervals import wilson_interval
+from ludic.eval.statistics import wilson_interval
 from ludic.models.saving import CARD_MARK
 from ludic.runs.directory import DONE, Progress
 from ludic.runs.held_out import Evaluation

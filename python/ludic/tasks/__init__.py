@@ -2,12 +2,10 @@
 learnt on a laptop's CPU in a minute or two; `data_task` is made from your data and rewards."""
 
 from ludic.tasks.adapters import as_episodic
-from ludic.tasks.addition import Addition, AdditionEnv
 from ludic.tasks.code import Code
-from ludic.tasks.digit_sort import DigitSort
+from ludic.tasks.digits import Addition, AdditionEnv, DigitSort, Rising
 from ludic.tasks.episodic import Episode, EpisodicTask, Problem, Task, Turn
 from ludic.tasks.preferences import DigitPreferences, Preference
-from ludic.tasks.rising import Rising
 from ludic.tasks.tictactoe import TicTacToe
 from ludic.tasks.tools import Tools
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from ludic.agents.react_agent import CALLS_INFO, FAILED_INFO
-from ludic.agents.tool_settings import ToolUse
+from ludic.agents.tool_agent import CALLS_INFO, FAILED_INFO, ToolUse
 from ludic.envs.env import SingleAgentEnv
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Task, Turn, share, transcript

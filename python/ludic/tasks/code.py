@@ -22,13 +22,12 @@ from random import Random
 from typing import ClassVar
 
 from ludic.data.sources import read_table
-from ludic.envs.code_exec.adapters.apps import APPS_SYSTEM_PROMPT
+from ludic.envs.code_exec.adapters.base import APPS_SYSTEM_PROMPT
 from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem, read_problem
 from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
-from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
-from ludic.envs.code_exec.types import TestCase
+from ludic.envs.code_exec.types import SandboxPool, TestCase
 from ludic.errors import ConfigError, DataError
 from ludic.parsers import extract_last_code_block
 from ludic.tasks.data_task import TaskData, hash_text

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple, Protocol, TypedDict
 
-from ludic.agents.tool_settings import ToolUse
+from ludic.agents.tool_agent import ToolUse
 from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.parsers import Parser, ParseResult

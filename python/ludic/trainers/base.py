@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ludic.agents.tool_settings import given_tools
+from ludic.agents.tool_agent import given_tools
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
 from ludic.launch.rank_environment import read_rank_environment

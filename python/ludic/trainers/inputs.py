@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ludic.agents.tool_settings import Tool, check_tool
+from ludic.agents.tool_agent import Tool, check_tool
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl

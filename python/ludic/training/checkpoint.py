@@ -14,7 +14,7 @@
       latest.json             {"last_checkpoint", "step", "manifest"}: its hash
 
 No file is a pickle, and no pickle is read. A checkpoint is written to a temporary folder and
-renamed, and renamed again before it is deleted (`files.folders`), so a crash leaves older
+renamed, and renamed again before it is deleted (`files.atomic`), so a crash leaves older
 checkpoints intact. `models.state_files` writes and reads models and optimizers.
 
 Files are verified before they are read. A damaged checkpoint is skipped with a warning that names
@@ -35,7 +35,15 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.files.atomic import clear_unfinished_files, encode_json, read_json, write_json
+from ludic.files.atomic import (
+    clear_unfinished,
+    clear_unfinished_files,
+    delete_folder,
+    encode_json,
+    read_json,
+    restore_replaced,
+    write_json,
+)
 from ludic.files.checkpoints import (
     LATEST,
     STATE,
@@ -45,7 +53,6 @@ from ludic.files.checkpoints import (
     parse_step,
     warn_if_unverifiable,
 )
-from ludic.files.folders import clear_unfinished, delete_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, VerifiedFolders, hash_manifest, replace_listed_json, write_manifest
 from ludic.models.saving import StaticFiles, TokenizerFiles, write_card
 from ludic.models.sharding import is_sharded

@@ -7,7 +7,7 @@ from ludic.envs.code_exec.adapters.base import (
     TestAdapter as ProblemAdapter,  # pytest collects what is called Test...
     WhitespaceNormalizedVerifier,
 )
-from ludic.envs.code_exec.cache import compute_hash
+from ludic.envs.code_exec.types import compute_hash
 from ludic.errors import DataError
 
 ROW = {"question": "Double it.", "inputs": ["1", "2"], "outputs": ["2", "4"], "problem_id": 7}

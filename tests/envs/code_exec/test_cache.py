@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from ludic.envs.code_exec.cache import LRUCache
+from ludic.envs.code_exec.pool import LRUCache
 from ludic.envs.code_exec.types import BatchTestResult
 from ludic.errors import ConfigError
 

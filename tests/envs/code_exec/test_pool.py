@@ -8,13 +8,13 @@ from jumping_loop import play_jumping
 from ludic.envs.code_exec.backend import UnsafeSubprocessPool
 from ludic.envs.code_exec.bubblewrap import BubblewrapSandboxPool
 from ludic.envs.code_exec.pool import BaseSandboxPool
-from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.types import (
     BatchTestResult,
     CompileResult,
     CompileStatus,
     ExecutionResult,
     RunStatus,
+    SandboxPool,
     SandboxPoolExhaustedError,
     TestCase,
     TestResult,

@@ -7,8 +7,8 @@ from fake_sandboxes import FakePool
 from jumping_loop import play_jumping
 
 from ludic.envs.code_exec import shared_pool
-from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
+from ludic.envs.code_exec.types import SandboxPool
 from ludic.errors import LudicError
 
 

@@ -1,14 +1,17 @@
 import pytest
 
-from ludic.envs.code_exec.cache import HashedTests, compute_hash, hash_calls, hash_tests
 from ludic.envs.code_exec.types import (
     BatchTestResult,
     CompileResult,
     CompileStatus,
     ExecutionResult,
+    HashedTests,
     RunStatus,
     TestCase,
     TestResult,
+    compute_hash,
+    hash_calls,
+    hash_tests,
 )
 
 VALID = CompileResult(CompileStatus.SUCCESS)

@@ -11,8 +11,8 @@ from ludic.inference.local.decode import Completion
 from ludic.inference.prompts.template import ChatTemplate, select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder, PromptTokens
 from ludic.models.byte_tokenizer import EOS_ID, make_byte_tokenizer
-from ludic.tasks.addition import Addition
 from ludic.tasks.demonstrations import DemonstrationSource
+from ludic.tasks.digits import Addition
 from ludic.training.samples.preference import PreferenceItems
 from ludic.training.samples.text import tokenize_prompt_completion
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludic.eval.intervals import Interval
+from ludic.eval.statistics import Interval
 from ludic.runs.held_out import Answer, Evaluation, make_comparable
 from ludic.runs.report.reinforce import Change, Facts, collect_facts, conclude, count_idle
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ludic.errors import CheckpointError, RankError
-from ludic.files.folders import unfinished_path
+from ludic.files.atomic import unfinished_path
 from ludic.training.backend import saving
 from ludic.training.ranks.rendezvous import Rendezvous
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata, describe_weights
 from ludic.errors import ConfigError, PublishError, shorten_names
-from ludic.files.folders import delete_folder, replace_folder
+from ludic.files.atomic import delete_folder, replace_folder
 from ludic.inference.client import Weights, WeightSource
 from ludic.models.names import REPLACED_PART, is_adapter, strip_peft_parts
 

@@ -21,12 +21,11 @@ from ludic.envs.code_exec.backend import (
     is_singularity_available,
 )
 from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
-from ludic.envs.code_exec.cache import LRUCache, compute_hash, hash_tests
 from ludic.envs.code_exec.calls import FunctionCallRunner, ValueVerifier
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanError, PodmanHPCSandbox, PodmanHPCSandboxPool
+from ludic.envs.code_exec.pool import LRUCache
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
-from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
 from ludic.envs.code_exec.types import (
     BatchTestResult,
     CompileResult,
@@ -34,8 +33,12 @@ from ludic.envs.code_exec.types import (
     ExecutionResult,
     NoSandboxError,
     RunStatus,
+    Sandbox,
+    SandboxPool,
     TestCase,
     TestResult,
+    compute_hash,
+    hash_tests,
 )
 
 if TYPE_CHECKING or ((_docker := find_spec("docker")) is not None and _docker.origin is not None):

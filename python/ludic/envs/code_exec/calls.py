@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.code_exec.adapters.base import OutputVerifier
-from ludic.envs.code_exec.cache import compute_hash, hash_calls
 from ludic.envs.code_exec.runners import STDERR_LINES, crashed, judge, limit_of, not_compiled, not_run
-from ludic.envs.code_exec.sandbox import Sandbox
 from ludic.envs.code_exec.types import (
     BatchTestResult,
     CompileResult,
     CompileStatus,
     ExecutionResult,
     RunStatus,
+    Sandbox,
     TestCase,
     TestResult,
+    compute_hash,
+    hash_calls,
 )
 
 _SHOWN = 200

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from ludic.envs.code_exec.cache import LRUCache
 from ludic.envs.code_exec.containers import (
     END_S,
     ENVIRONMENT,
@@ -33,6 +32,7 @@ from ludic.envs.code_exec.containers import (
     megabytes_of,
     this_process,
 )
+from ludic.envs.code_exec.pool import LRUCache
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess

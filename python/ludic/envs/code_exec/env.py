@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
-from ludic.envs.code_exec.cache import HashedTests, compute_hash
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
-from ludic.envs.code_exec.sandbox import SandboxPool
-from ludic.envs.code_exec.types import BatchTestResult, RunStatus, TestResult
+from ludic.envs.code_exec.types import BatchTestResult, HashedTests, RunStatus, SandboxPool, TestResult, compute_hash
 from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError, GradingError
 from ludic.types import Info, StepOutcome

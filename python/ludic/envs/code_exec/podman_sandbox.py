@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import IO
 
-from ludic.envs.code_exec.cache import LRUCache
 from ludic.envs.code_exec.containers import (
     END_S,
     ENVIRONMENT,
@@ -34,7 +33,7 @@ from ludic.envs.code_exec.containers import (
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.pool import check_workspace
+from ludic.envs.code_exec.pool import LRUCache, check_workspace
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess, Running

@@ -10,17 +10,19 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from ludic.envs.code_exec.adapters.base import OutputVerifier
-from ludic.envs.code_exec.cache import compute_hash, hash_tests
-from ludic.envs.code_exec.sandbox import BatchSandbox, Sandbox
 from ludic.envs.code_exec.types import (
     BatchExecutionSpec,
+    BatchSandbox,
     BatchTestResult,
     CompileResult,
     CompileStatus,
     ExecutionResult,
     RunStatus,
+    Sandbox,
     TestCase,
     TestResult,
+    compute_hash,
+    hash_tests,
 )
 from ludic.errors import DataError
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from ludic.envs.code_exec.backend import choose_backend, create_sandbox_pool
 from ludic.envs.code_exec.bubblewrap import OWN_VERSION
-from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
-from ludic.envs.code_exec.types import BatchTestResult
+from ludic.envs.code_exec.types import BatchTestResult, Sandbox, SandboxPool
 
 OpenPool = Callable[[], Coroutine[Any, Any, SandboxPool]]
 MOST_WORKERS = 16

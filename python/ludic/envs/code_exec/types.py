@@ -1,4 +1,5 @@
-"""What code execution exchanges: tests, and the results of compiling and running a program.
+"""What code execution exchanges: tests and their hashes, the results of compiling and running
+a program, and the protocols of a sandbox, which runs programs, and of a pool of sandboxes.
 
 Example: a program that should double its input, with two tests, of which the second failed::
 
@@ -9,10 +10,12 @@ Example: a program that should double its input, with two tests, of which the se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import GradingError, LudicError
 
@@ -208,3 +211,92 @@ class BatchTestResult:
 
     def get_successes(self) -> list[TestResult]:
         return [result for result in self.results if result.passed]
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """Runs one program after another, without harm to anything outside."""
+
+    @property
+    def python_version(self) -> str: ...
+
+    async def reset(self) -> None:
+        """End what the last program left, and delete its files. An error means that the sandbox
+        must not be used again."""
+
+    async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult: ...
+
+    async def execute(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        skip_compile: bool = False,
+        timeout_s: float = 10.0,
+        memory_limit_mb: int | None = None,
+        env_vars: Mapping[str, str] | None = None,
+    ) -> ExecutionResult: ...
+
+
+@runtime_checkable
+class BatchSandbox(Sandbox, Protocol):
+    """A sandbox that takes a program with all its tests."""
+
+    def execute_batch(self, spec: BatchExecutionSpec) -> AsyncGenerator[CompileResult | ExecutionResult | dict[str, Any], None]:
+        """A CompileResult, if it compiles first; then an ExecutionResult for each test that ran,
+        with the test's id as `cache_key`; last `{"type": "done", ...}`."""
+
+
+@runtime_checkable
+class SandboxPool(Protocol):
+    """Lends sandboxes, and keeps results."""
+
+    @property
+    def python_version(self) -> str: ...
+
+    @property
+    def available(self) -> int:
+        """Sandboxes that can be lent at the same time."""
+
+    @property
+    def cache_stats(self) -> dict[str, int]: ...
+
+    async def start(self) -> None: ...
+
+    async def checkout(self, timeout_s: float = 30.0) -> Sandbox: ...
+
+    async def release(self, sandbox: Sandbox) -> None: ...
+
+    async def shutdown(self) -> None: ...
+
+    def get_cached(self, code_hash: str, tests_hash: str) -> BatchTestResult | None: ...
+
+    def put_cached(self, code_hash: str, tests_hash: str, result: BatchTestResult) -> None: ...
+
+
+class HashedTests(list[TestCase]):
+    """Tests whose hash is known: a runner that is given these does not compute one."""
+
+    def __init__(self, tests: Iterable[TestCase], tests_hash: str) -> None:
+        super().__init__(tests)
+        self.tests_hash = tests_hash
+
+
+def compute_hash(content: str) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of the text."""
+    return hashlib.sha256(content.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]
+
+
+def hash_tests(tests: Sequence[TestCase]) -> str:
+    """The hash of inputs and expected outputs in their order; ids do not count. Of `HashedTests`
+    the one that they have."""
+    if isinstance(tests, HashedTests):
+        return tests.tests_hash
+    return compute_hash(json.dumps([(test.input, test.expected) for test in tests], sort_keys=True, default=str))
+
+
+def hash_calls(tests: Sequence[TestCase]) -> str:
+    """As `hash_tests`, for expected values of which a list and a tuple differ."""
+    if isinstance(tests, HashedTests):
+        return tests.tests_hash
+    return compute_hash(repr([(test.input, test.expected) for test in tests]))

@@ -13,8 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from ludic.envs.maths.envs import MathReward
-from ludic.envs.maths.grader import MathGrader, completion_text, first_present, math_target, shared_grader
+from ludic.envs.maths.grader import MathGrader, MathReward, completion_text, first_present, math_target, shared_grader
 from ludic.errors import ConfigError, DataError, GradingError
 
 logger = logging.getLogger(__name__)

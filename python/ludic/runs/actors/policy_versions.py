@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ludic.distributed.push.manifest import WEIGHTS_FILE, VersionFolders
 from ludic.errors import PublishError
-from ludic.files.folders import clear_unfinished, delete_folder
+from ludic.files.atomic import clear_unfinished, delete_folder
 from ludic.inference.client import Publisher, Version, WeightSource
 
 _NAME = re.compile(r"version_(\d+)")

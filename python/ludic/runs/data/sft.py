@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from ludic.data.formats import AUTO, FormatCount, count_formats
 from ludic.data.row_stream import RowStream
-from ludic.data.sft_formats import AUTO, FormatCount, count_formats
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
 from ludic.inference.prompts.template import find_turn_end, read_template

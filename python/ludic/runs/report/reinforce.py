@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ludic.eval.intervals import Interval, difference_interval
+from ludic.eval.statistics import Interval, difference_interval
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.runs.held_out import Answer, Evaluation, make_comparable

@@ -12,7 +12,7 @@ from typing import Any
 
 from ludic.distributed.adapters.supervised import SupervisedServers
 from ludic.errors import ConfigError, EngineDeadError, InferenceError
-from ludic.files.folders import clear_unfinished, delete_folder
+from ludic.files.atomic import clear_unfinished, delete_folder
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.pool import Restarts
 from ludic.inference.vllm.client import VLLMChatClient

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError
-from ludic.files.folders import replace_folder, unfinished_path
+from ludic.files.atomic import replace_folder, unfinished_path
 from ludic.files.manifest import describe_file
 from ludic.models.sharded_files import check_all_have_a_folder, write_sharded
 from ludic.models.sharding import is_sharded

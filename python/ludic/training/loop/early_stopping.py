@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 
 from ludic.errors import ConfigError
-from ludic.files.atomic import read_json, write_json
+from ludic.files.atomic import read_json, restore_replaced, write_json
 from ludic.files.checkpoints import BEST, WEIGHT_FILES
-from ludic.files.folders import restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, write_manifest
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend, with_defaults

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.data.sft_formats import (
+from ludic.data.formats import (
     AUTO,
     convert_alpaca,
     convert_alpaca_to_text,
@@ -72,7 +72,7 @@ class SFTItems:
     """Which assistant messages of a conversation are trained; see `ChatTokenizer`."""
 
     row_format: str = AUTO
-    """The format of all rows, one of `ludic.data.sft_formats.FORMATS`; `auto`: by the columns."""
+    """The format of all rows, one of `ludic.data.formats.FORMATS`; `auto`: by the columns."""
     max_tokens: int | None = None
     """Longer plain texts are divided into samples of at most this number of tokens."""
 

@@ -1,6 +1,11 @@
 """Data sets of problems, and verifiers of outputs."""
 
-from ludic.envs.code_exec.adapters.apps import APPS_SYSTEM_PROMPT, APPSTestAdapter
-from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
+from ludic.envs.code_exec.adapters.base import (
+    APPS_SYSTEM_PROMPT,
+    APPSTestAdapter,
+    ExactMatchVerifier,
+    OutputVerifier,
+    TestAdapter,
+)
 
 __all__ = ["APPS_SYSTEM_PROMPT", "APPSTestAdapter", "ExactMatchVerifier", "OutputVerifier", "TestAdapter"]

@@ -25,10 +25,9 @@ from ludic.envs.code_exec.adapters.asserts import (
     read_check_function,
     read_imports,
 )
-from ludic.envs.code_exec.cache import hash_calls
 from ludic.envs.code_exec.calls import FunctionCallRunner, OneOf, ValueVerifier
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
-from ludic.envs.code_exec.types import TestCase
+from ludic.envs.code_exec.types import TestCase, hash_calls
 from ludic.errors import DataError, DataKeyError
 
 

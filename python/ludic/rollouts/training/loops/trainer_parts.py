@@ -21,12 +21,11 @@ from torch import Tensor
 from ludic.distributed.engines import sync_returned_engines, sync_weights_to_engines
 from ludic.errors import ConfigError, PublishError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.event_loop import await_if_needed
-from ludic.files.atomic import read_json, write_json
+from ludic.files.atomic import delete_folder, read_json, write_json
 from ludic.files.checkpoints import STATE
-from ludic.files.folders import delete_folder
 from ludic.files.manifest import write_manifest
 from ludic.inference.client import PolicyPublisher, Publisher, Version
-from ludic.rollouts.training.backends.foreign import ForeignBackend
+from ludic.rollouts.training.backends.protocol import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import WITHOUT_LIMIT, PyTorchTrainingBackend
 from ludic.rollouts.training.metrics import ResumableLogger
 from ludic.rollouts.training.types import RLTrainingConfig, SFTTrainingConfig
