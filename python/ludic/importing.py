@@ -38,6 +38,7 @@ MOVED = {
     "ludic.rollouts.agents": "ludic.agents",
     "ludic.rollouts.training.filters": "ludic.training.rollouts.group_filters",
     "ludic.rollouts.training.weight_sync": "ludic.distributed.engines",
+    "ludic.rollouts.training.datasets.sft": "ludic.rollouts.training.datasets.dataset_loaders",
     "ludic.training.batching.intra_batch_control": "ludic.training.rollouts.requests",
     "ludic.training.batching.micro_batching": "ludic.training.batching.packing",
     "ludic.training.batching.requests_from_dataset": "ludic.training.rollouts.requests",

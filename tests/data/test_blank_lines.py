@@ -7,8 +7,7 @@ import re
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from ludic.data.row_readers import JSONLReader
-from ludic.data.row_stream import RowStream
+from ludic.data.row_stream import JSONLReader, RowStream
 from ludic.data.rows_on_disk import LineRows
 from ludic.data.sources import read_table
 from ludic.errors import DataError

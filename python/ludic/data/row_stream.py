@@ -8,19 +8,204 @@ state, and a resumed run reads that block again and goes on.
     files in the order of the pass   [b.jsonl | a.jsonl]
     blocks of 4 rows                 b1 b2 b3 a1 | a2 a3
     rows                             b3 a1 b1 b2 | a3 a2
+
+A reader reads one file, or one data set of the `datasets` library, from a position on. A position
+is a JSON value that only its reader understands; None is the beginning, or the end. No file is open
+between two reads. `read(position, rows)` returns up to `rows` of (place, raw row) and the position
+of the next row. `parse(raw, place)` makes a row of a raw one, and raises DataError if it is none.
+`count()` is None if the number of rows is not known without reading them. `identity()` changes with
+the content, as far as can be seen without reading it whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ludic.data.formats import Row
-from ludic.data.row_readers import RowReader, open_readers
-from ludic.errors import ConfigError, DataError
+from ludic.data.sources import find_path, is_saved_data_set, open_arrow, parse_line
+from ludic.errors import ConfigError, DataError, MissingExtraError
+from ludic.files.jsonl import is_blank
+
+_PARQUET_ROWS = 1024
+"""Rows that are decoded at a time."""
+_HASHED_BYTES = 65_536
+_HELD_OUT = re.compile(r"(test|val|valid|validation|dev)[-_.]", re.IGNORECASE)
+
+
+def open_readers(sources: Sequence[str]) -> list[RowReader]:
+    """The readers of files, folders of files, and ids. Raises DataError for what cannot be read as
+    a stream."""
+    readers: list[RowReader] = []
+    fault = f"cannot be read as a stream; files that can end in {', '.join(_FILES)}; name others, or set streaming=false"
+    for source in sources:
+        path = find_path(source, _FILES, fault)
+        if path is None or is_saved_data_set(path):
+            readers.append(DatasetsReader(source))
+        elif path.is_dir():
+            readers += [_FILES[shard.suffix.lower()](str(shard), shard) for shard in _list_shards(path, source)]
+        else:
+            readers.append(_FILES[path.suffix.lower()](source, path))
+    return readers
+
+
+def _list_shards(folder: Path, source: str) -> list[Path]:
+    """The files of a folder, by name. Raises DataError if one of them would not be read."""
+    inside = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_", "README")))
+    left = [path.name for path in inside if path.suffix.lower() not in _FILES]
+    tests = [path.name for path in inside if _HELD_OUT.match(path.name)]
+    if left or tests:
+        raise DataError(
+            f"{source} has {(left or tests)[0]}, which {'cannot be streamed' if left else 'looks like held-out rows'}; name the files to "
+            f"train on one by one ({', '.join(_FILES)})"
+        )
+    if not inside:
+        raise DataError(f"{source} has no files that can be streamed ({', '.join(_FILES)})")
+    return inside
+
+
+class _FileReader:
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self._path = name, path
+
+    def identity(self) -> Any:
+        """Its name, its size, and a hash of its first and last bytes."""
+        size = self._path.stat().st_size
+        with self._path.open("rb") as file:
+            head = file.read(_HASHED_BYTES)
+            file.seek(max(0, size - _HASHED_BYTES))
+            return self._path.name, size, sha256(head + file.read()).hexdigest()[:16]
+
+
+class JSONLReader(_FileReader):
+    """One object a line. A position is [bytes, lines] before the next line."""
+
+    def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        offset, number = position or (0, 0)
+        found: list[tuple[str, Any]] = []
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            while len(found) < rows:
+                line = file.readline()
+                if not line:
+                    return found, None
+                offset, number = offset + len(line), number + 1
+                if not is_blank(line):
+                    found.append((f"{self.name}, line {number}", line))
+        return found, [offset, number]
+
+    def parse(self, raw: Any, place: str) -> Row:
+        return parse_line(raw, place)
+
+    def count(self) -> int:
+        with self._path.open("rb") as file:
+            return sum(not is_blank(line) for line in file)
+
+
+class ParquetReader(_FileReader):
+    """A position is [row group, row in it]."""
+
+    def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        group, skipped = position or (0, 0)
+        found: list[tuple[str, Any]] = []
+        with self._open() as file:
+            groups = file.metadata.num_row_groups
+            before = sum(file.metadata.row_group(index).num_rows for index in range(group))
+            while group < groups and len(found) < rows:
+                size = file.metadata.row_group(group).num_rows
+                taken = min(size - skipped, rows - len(found))
+                for offset, row in _rows_of_group(file, group, skipped, taken):
+                    found.append((f"{self.name}, row {before + offset + 1}", row))
+                skipped += taken
+                if skipped == size:
+                    group, skipped, before = group + 1, 0, before + size
+        return found, [group, skipped] if group < groups else None
+
+    def _open(self) -> Any:
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise MissingExtraError.for_extra("pyarrow", "datasets") from error
+        try:
+            return parquet.ParquetFile(self._path)
+        except (OSError, ValueError) as error:  # pyarrow's errors are these
+            raise DataError(f"{self.name} is not a parquet file: {error}") from error
+
+    def parse(self, raw: Any, place: str) -> Row:
+        return raw
+
+    def count(self) -> int:
+        with self._open() as file:
+            return file.metadata.num_rows
+
+
+def _rows_of_group(file: Any, group: int, skipped: int, taken: int) -> Iterator[tuple[int, Row]]:
+    """(number in the group, row) of `taken` rows after the first `skipped`."""
+    number = 0
+    for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group]):
+        first, last = max(skipped - number, 0), min(skipped + taken - number, batch.num_rows)
+        if first < last:
+            for offset, row in enumerate(batch.slice(first, last - first).to_pylist()):
+                yield number + first + offset, row
+        number += batch.num_rows
+        if number >= skipped + taken:
+            return
+
+
+class DatasetsReader:
+    """A data set that the `datasets` library streams, from the hub or from a folder. A position is
+    {"rows": number of rows before, "state": the library's}."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._data: Any = None
+        self._rows: Iterator[Any] | None = None
+        self._at: Any = None
+        """Where `_rows` is."""
+
+    def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        try:
+            return self._take(position, rows)
+        except (DataError, MissingExtraError):
+            raise
+        except Exception as error:  # its exceptions have no common base
+            raise DataError(f"{self.name} (split train) could not be streamed: {type(error).__name__}: {error}") from error
+
+    def _take(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        number = 0 if position is None else int(position["rows"])
+        if self._rows is None or position != self._at or position is None:
+            path = Path(self.name).expanduser()
+            source = str(path) if is_saved_data_set(path) else self.name
+            self._data = open_arrow(self.name, source, None, "train", streaming=True)
+            if position is not None:
+                self._data.load_state_dict(position["state"])
+            self._rows = iter(self._data)
+        found: list[tuple[str, Any]] = []
+        for row in self._rows:
+            found.append((f"{self.name}, row {number + len(found) + 1}", row))
+            if len(found) == rows:
+                self._at = {"rows": number + rows, "state": self._data.state_dict()}
+                return found, self._at
+        self._rows = self._at = None
+        return found, None
+
+    def parse(self, raw: Any, place: str) -> Row:
+        return dict(raw)
+
+    def count(self) -> None:
+        return None
+
+    def identity(self) -> Any:
+        return (self.name, None, "train")  # configuration and split of the library
+
+
+RowReader = JSONLReader | ParquetReader | DatasetsReader
+_FILES: dict[str, Any] = {".jsonl": JSONLReader, ".ndjson": JSONLReader, ".parquet": ParquetReader}
 
 
 class RowStream:

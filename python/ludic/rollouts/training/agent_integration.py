@@ -22,7 +22,7 @@ from ludic.inference.client import ChatClient
 from ludic.inference.request import InferenceSpec, ReturnSpec
 from ludic.interaction.single_agent import SingleAgentProtocol
 from ludic.parsers import Parser, ParseResult
-from ludic.rollouts.training.datasets.sft import make_sample
+from ludic.rollouts.training.datasets.dataset_loaders import make_sample
 from ludic.rollouts.training.samples import sample_of_rollout
 from ludic.rollouts.training.types import Sample
 from ludic.types import Message, Rollout

@@ -18,7 +18,7 @@ from ludic.rollouts.training.datasets import (
     prepare_sft_sample,
     tokenize_conversation,
 )
-from ludic.rollouts.training.datasets.sft import (
+from ludic.rollouts.training.datasets.dataset_loaders import (
     export_samples_to_huggingface_format,
     export_samples_to_jsonl,
     load_samples_from_jsonl,

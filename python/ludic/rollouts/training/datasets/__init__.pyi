@@ -5,12 +5,10 @@ from ludic.rollouts.training.datasets.data_buffer import (
     load_prompts_from_list as load_prompts_from_list,
 )
 from ludic.rollouts.training.datasets.dataset_loaders import (
+    compute_loss_mask as compute_loss_mask,
     load_dataset_with_answers as load_dataset_with_answers,
     load_rl_prompts as load_rl_prompts,
     load_sft_dataset as load_sft_dataset,
-)
-from ludic.rollouts.training.datasets.sft import (
-    compute_loss_mask as compute_loss_mask,
     prepare_sft_sample as prepare_sft_sample,
     tokenize_conversation as tokenize_conversation,
 )
