@@ -65,9 +65,11 @@ class OneTurn(WrappedTask):
         if not hasattr(self.task, "demonstrate"):
             return None
         problems = [self.task.draw(rng) for _ in range(count)]
-        return [
-            [Turn(each["question"], self.task.demonstrate(each, rng), prompt_messages(each), _kwargs(each))] for each in problems
-        ]
+        turns = []
+        for each in problems:
+            kwargs = read_template_kwargs(each.get("row") or {}, f"problem {each['id']}")
+            turns.append([Turn(each["question"], self.task.demonstrate(each, rng), prompt_messages(each), kwargs)])
+        return turns
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
         return {"held out": self.task.heldout()}
@@ -80,10 +82,6 @@ class OneTurn(WrappedTask):
 
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         return Shown(episode["question"], rollout.steps[-1].action, episode["answer"])
-
-
-def _kwargs(problem: Mapping[str, Any]) -> dict[str, Any]:
-    return read_template_kwargs(problem.get("row") or {}, f"problem {problem['id']}")
 
 
 def prompt_messages(problem: Mapping[str, Any]) -> Sequence[Message] | None:
