@@ -167,7 +167,7 @@ def test_limits_that_judge_nothing_are_refused(config):
 def test_tests_are_hashed_once_for_all_programs(monkeypatch):
     """By their adapter: they may be megabytes."""
     hashed = []
-    for name in ("cache.json.dumps", "cache.hash_calls"):
+    for name in ("types.json.dumps", "types.hash_calls"):
         monkeypatch.setattr(f"ludic.envs.code_exec.{name}", lambda *_, **__: pytest.fail("hashed again"))
     hash_tests = APPSTestAdapter.hash_tests
     monkeypatch.setattr(APPSTestAdapter, "hash_tests", lambda self, tests: hashed.append(1) or hash_tests(self, tests))
