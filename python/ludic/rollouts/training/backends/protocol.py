@@ -19,7 +19,7 @@ from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import await_if_needed
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import BackwardResult, MicroBatches
-from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.batching.packing import MicroBatch
 from ludic.training.loss import BatchTotals
 
 Metrics = dict[str, float]
