@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
-from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.publisher import LocalPublisher
 from ludic.inference import InferenceSpec, LocalChatClient, LocalRewardModel, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.byte_tokenizer import make_byte_tokenizer

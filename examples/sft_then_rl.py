@@ -24,7 +24,7 @@ import torch
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
-from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.publisher import LocalPublisher
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.byte_tokenizer import make_byte_tokenizer

@@ -25,7 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludic.agents import ReActAgent
 from ludic.context import FullDialog
-from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.publisher import LocalPublisher
 from ludic.envs import DatasetQAEnv
 from ludic.inference import ChatClient, ChatCompletionRequest, InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.inference.prompts.template import ChatTemplate

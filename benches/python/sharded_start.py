@@ -21,9 +21,8 @@ from benches.python.random_models import make_qwen2
 
 from ludic.launch.rank_environment import RankEnvironment
 from ludic.models.loading import load_model
-from ludic.models.sharded_loading import load_sharded, shard_copy
+from ludic.models.sharded_loading import load_sharded, load_skeleton, shard_copy
 from ludic.models.sharding import ShardingSettings, make_mesh, shard_model
-from ludic.models.skeleton import load_skeleton
 from ludic.training import ranks
 
 WAYS = ("whole", "slices", "rank 0")

@@ -18,8 +18,7 @@ from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane, VllmTe
 from ludic.distributed.adapters.vllm import VllmPublisherAdapter
 from ludic.distributed.publisher import MOST_IN_A_ROW
 from ludic.distributed.push import server_link
-from ludic.distributed.push.fan_out import complete_before_interrupt
-from ludic.distributed.push.target import as_push_target
+from ludic.distributed.push.target import as_push_target, complete_before_interrupt
 from ludic.errors import LudicError, PublishError
 from ludic.inference.servers.server_secret import remove_secret, store_secret
 from ludic.inference.vllm.client import VLLMChatClient
@@ -430,12 +429,12 @@ def test_a_second_ctrl_c_is_raised_immediately(start):
 
     link.commit = slow
     handler = Again()
-    logging.getLogger("ludic.distributed.push.fan_out").addHandler(handler)
+    logging.getLogger("ludic.distributed.push.target").addHandler(handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             push.publish(weights(1), version=1)
     finally:
-        logging.getLogger("ludic.distributed.push.fan_out").removeHandler(handler)
+        logging.getLogger("ludic.distributed.push.target").removeHandler(handler)
     assert server.paused == "keep"
     held.set()
     for thread in threading.enumerate():

@@ -11,7 +11,7 @@ from training_samples import DrawingSource, cpu_config
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
-from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.publisher import LocalPublisher
 from ludic.envs import DatasetQAEnv
 from ludic.eval import EngineEvaluator, ProblemEvaluator
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams

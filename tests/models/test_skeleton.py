@@ -6,7 +6,7 @@ from small_models import CAUSAL, MIXTURES, causal_model, mixture_model, scoring_
 from training_samples import tiny_model
 
 from ludic.models.loading import load_classifier, load_model
-from ludic.models.skeleton import drop_weights, load_skeleton, make_skeleton
+from ludic.models.sharded_loading import drop_weights, load_skeleton, make_skeleton
 from ludic.training import LoraSettings, apply_lora
 
 

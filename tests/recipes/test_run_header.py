@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from ludic.recipes.run_header import run_header
+from ludic.runs.loggers import run_header
 
 
 def git(folder, *arguments):

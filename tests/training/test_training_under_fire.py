@@ -6,7 +6,7 @@ import torch
 from playing import FOR_RL, Counting, play, protocol, tiny_model, tokenizer
 from training_samples import cpu_config
 
-from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.publisher import LocalPublisher
 from ludic.inference import LocalChatClient
 from ludic.training import (
     EnvSpec,

@@ -16,8 +16,7 @@ from ludic.agents.base_agent import Agent, IntermediateCall
 from ludic.agents.tool_schema import check_names, tool_schema
 from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError
 from ludic.event_loop import await_if_needed, run_in_daemon_thread
-from ludic.inference.request import InferenceSpec, ToolRequest
-from ludic.inference.sampling import call_seed
+from ludic.inference.request import InferenceSpec, ToolRequest, call_seed
 from ludic.parsers import ParseResult
 from ludic.types import Message, TokenTrace
 from ludic.user_objects import GivenNames, import_named

@@ -18,8 +18,8 @@ from ludic.models.loading import check_dtype, load_classifier, load_model, load_
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.packed_attention import pin_rope
 from ludic.models.quantization import QuantizationSettings, find_quantized_layers, quantize_layers, require_bitsandbytes
+from ludic.models.sharded_loading import load_skeleton
 from ludic.models.sharding import ShardingSettings
-from ludic.models.skeleton import load_skeleton
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.epochs_schema import EpochsRecipe, RMRecipe
 from ludic.recipes.named_sources import is_template

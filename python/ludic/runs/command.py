@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import os
 import shutil
@@ -33,7 +34,6 @@ from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.runs.directory import DONE, RunDirectory, check_name, collect_versions, run_path
 from ludic.runs.launching import launch
 from ludic.runs.on_ranks import RankLog, run_on_ranks
-from ludic.runs.process_memory import settle_memory
 from ludic.runs.report.summary import write_failure
 from ludic.runs.resume import Changes, find_steps, parse_changes, resume_run
 from ludic.runs.stop_request import Interrupted
@@ -286,3 +286,39 @@ def _play_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
         run.timer.add("wall", time.perf_counter() - started)
         run.directory.write_progress(run.progress)
     return 0
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of glibc's mallopt(3)."""
+MALLOC = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20}
+YOUNG_OBJECTS = 20_000
+"""Allocations between two runs of Python's garbage collector; an asynchronous batch makes
+hundreds of thousands."""
+
+
+@contextmanager
+def settle_memory() -> Iterator[None]:
+    """Wrap a run in it after the set-up.
+
+    Inside, the garbage collector runs less often and ignores all objects that existed before
+    (`gc.freeze`), unless the program has frozen objects itself. Freed tensors go back to the
+    allocator and not to the system, also afterwards, unless `MALLOC_*` or `GLIBC_TUNABLES` are set;
+    the backend returns them every few seconds (`FreedMemory`).
+    """
+    from ludic.training.backend.memory import find_allocator_function  # imports torch
+
+    if (mallopt := find_allocator_function("mallopt")) is not None:
+        for parameter, value in MALLOC.items():
+            mallopt(parameter, value)
+    thresholds = gc.get_threshold()
+    frozen_here = gc.get_freeze_count() == 0
+    gc.collect()
+    if frozen_here:
+        gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if frozen_here:
+            gc.unfreeze()

@@ -139,7 +139,7 @@ def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
     """A sampler on the trainer's own model. If batches are generated ahead, or if the model has
     adapters, which are merged for sampling, it has a copy of the weights, updated by publishing.
     Of quantised weights it has none if it gets new weights after each step: they would be whole."""
-    from ludic.distributed.adapters.local import LocalPublisher
+    from ludic.distributed.publisher import LocalPublisher
     from ludic.inference.local.client import LocalChatClient
     from ludic.models.quantization import find_quantized_layers
     from ludic.models.wrappers import has_adapters

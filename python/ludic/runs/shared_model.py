@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.models.sharded_loading import copy_home, shard_copy
+from ludic.models.sharded_loading import copy_home, drop_weights, shard_copy
 from ludic.models.sharding import make_mesh
-from ludic.models.skeleton import drop_weights
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.model import build_sharding, has_no_weights, is_shared_out
 from ludic.recipes.processes import choose_kind

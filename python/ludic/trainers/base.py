@@ -1,4 +1,4 @@
-"""A recipe as a Python object: composed when it is made, run by `train`."""
+"""Errors in what the user wrote: without the library's own frames, and with our names for TRL's."""
 
 from __future__ import annotations
 
@@ -7,23 +7,65 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import wraps
+from inspect import signature
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from ludic.agents.tool_agent import given_tools
-from ludic.errors import ConfigError, ConfigTypeError
+from ludic.errors import INPUT_ERRORS, CheckpointError, ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
 from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.actors import uses_queue
+from ludic.recipes.foreign_names import ARGUMENTS
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.overrides import Override
 from ludic.recipes.processes import needs_launcher
 from ludic.recipes.schema import Recipe
 from ludic.runs.command import RunCommand
 from ludic.runs.directory import RunDirectory, run_path
-from ludic.trainers.errors import with_short_errors
 from ludic.trainers.inputs import overrides_of
 from ludic.training.reward_functions import given_rewards
+
+P = ParamSpec("P")
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+_SETTINGS_TOO = ("tokenizer", "reward_model")
+"""Arguments of TRL that are settings here, whose values are paths and no objects."""
+
+
+def with_short_errors(call: Callable[P, T]) -> Callable[P, T]:
+    """`call`, whose traceback for wrong input ends at the user's line: the message names the fault.
+    The logger `ludic.trainers.base` has the whole one, at the level DEBUG. Any other error keeps
+    its own."""
+
+    @wraps(call)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except (*INPUT_ERRORS, CheckpointError) as error:
+            logger.debug("where it was raised", exc_info=True)
+            raise error.with_traceback(None) from None
+
+    return wrapped
+
+
+def without_trl_names(call: Callable[P, T]) -> Callable[P, T]:
+    """`call`, which refuses arguments that are TRL's and not its own with a ConfigTypeError that
+    names ours for each."""
+    own = signature(call).parameters
+
+    @wraps(call)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        wrong = [name for name in kwargs if name in ARGUMENTS and name not in own]
+        settings = {name for name in _SETTINGS_TOO if isinstance(kwargs.get(name), str | PathLike | None)}
+        if wrong := [name for name in wrong if name not in settings]:
+            raise ConfigTypeError("; ".join(f"{name} is an argument of TRL; write {ARGUMENTS[name]}" for name in wrong))
+        return call(*args, **kwargs)
+
+    return wrapped
+
 
 if TYPE_CHECKING:
     from ludic.runs.base import TrainingRun

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ludic.runs.directory import DPODirectory, RMDirectory, SFTDirectory
-from ludic.trainers.base import RecipeTrainer, settings_of
-from ludic.trainers.errors import with_short_errors, without_trl_names
+from ludic.trainers.base import RecipeTrainer, settings_of, with_short_errors, without_trl_names
 from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, as_plain, name_rewards, name_tools, source_of, task_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from ludic.training.algorithm import (
     filter_zero_variance_groups as filter_zero_variance_groups,
     validate_actor_logps as validate_actor_logps,
 )
-from ludic.training.backend.futures import TrainFuture as TrainFuture
-from ludic.training.backend.protocol import TrainingBackend as TrainingBackend
+from ludic.training.backend.protocol import TrainFuture as TrainFuture, TrainingBackend as TrainingBackend
 from ludic.training.backend.torch import TorchBackend as TorchBackend
 from ludic.training.batching.offline import (
     OfflineBatchSource as OfflineBatchSource,
@@ -160,7 +159,7 @@ from ludic.training.samples.preference import (
     preference_dataset_to_saw_items as preference_dataset_to_saw_items,
     shuffle_preference_pairs as shuffle_preference_pairs,
 )
-from ludic.training.samples.prompt_completion import (
+from ludic.training.samples.sft import (
     ChatTemplateResult as ChatTemplateResult,
     format_chat_template_text as format_chat_template_text,
     tokenize_with_chat_template as tokenize_with_chat_template,

@@ -15,7 +15,7 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glib
 HOLES = """
 import psutil
 import torch
-from ludic.runs.process_memory import settle_memory
+from ludic.runs.command import settle_memory
 from ludic.training.backend.memory import FreedMemory
 resident = lambda: psutil.Process().memory_info().rss
 with settle_memory():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from training_samples import assert_same_tensors, cpu_config, tiny_model
 
-from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.publisher import LocalPublisher
 from ludic.errors import ConfigError
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.models.byte_tokenizer import make_byte_tokenizer

@@ -5,10 +5,10 @@ this name because `ludic.distributed.adapters.vllm` is a documented path.
 """
 
 from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
-from ludic.distributed.adapters.local import LocalPublisher
 from ludic.distributed.adapters.lora import create_lora_publisher
 from ludic.distributed.adapters.reward_model import RMPublisherAdapter, create_rm_publisher
 from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
+from ludic.distributed.publisher import LocalPublisher
 
 __all__ = [
     "LocalPublisher",

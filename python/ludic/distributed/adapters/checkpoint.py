@@ -21,8 +21,8 @@ from ludic.distributed.engines import (
     sync_weights_to_engines as sync_weights_to_engines,
 )
 from ludic.distributed.publisher import UnchangedWeights
-from ludic.distributed.push.fan_out import describe_failures, list_urls, run_on_all
 from ludic.distributed.push.manifest import ServerManifest, VersionFolders, cast_to_server, rename_to_checkpoint
+from ludic.distributed.push.target import describe_failures, list_urls, run_on_all
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.client import Publisher, Version, Weights
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.publisher import UnchangedWeights
-from ludic.distributed.push.fan_out import describe_failures, run_on_all
 from ludic.distributed.push.manifest import VersionFolders
-from ludic.distributed.push.target import as_push_target
+from ludic.distributed.push.target import as_push_target, describe_failures, run_on_all
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.client import Publisher, Version, Weights
 from ludic.inference.vllm.endpoints import VllmEndpoints

@@ -23,7 +23,6 @@ from typing import Any, Generic, TypeVar
 
 from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.control_plane import VllmControlPlane
-from ludic.distributed.push.fan_out import describe_failures, start_in_thread
 from ludic.distributed.push.manifest import (
     ServerManifest,
     StreamToServer,
@@ -33,7 +32,7 @@ from ludic.distributed.push.manifest import (
     has_tied_head,
     rename_to_checkpoint,
 )
-from ludic.distributed.push.target import PushUrls
+from ludic.distributed.push.target import PushUrls, describe_failures, start_in_thread
 from ludic.errors import PublishError, ServerUnreachableError
 from ludic.inference.client import Publisher, Version, Weights, WeightSource
 from ludic.inference.servers.http import is_refused

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata
-from ludic.distributed.push.fan_out import complete_before_interrupt, describe_failures, list_urls, run_on_all
 from ludic.distributed.push.manifest import ServerManifest, check_fit
 from ludic.distributed.push.server_link import ServerLink
-from ludic.distributed.push.target import as_push_target
+from ludic.distributed.push.target import as_push_target, complete_before_interrupt, describe_failures, list_urls, run_on_all
 from ludic.errors import ConfigError, PublishError, PublishTimeoutError
 from ludic.inference.client import Version
 from ludic.inference.vllm.endpoints import VllmEndpoints

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import msgspec
 
-from ludic.distributed.push.fan_out import start_in_thread
 from ludic.distributed.push.manifest import ServerManifest
+from ludic.distributed.push.target import start_in_thread
 from ludic.errors import InferenceError, PublishError, PublishTimeoutError, ServerError
 from ludic.inference.vllm.endpoints import VllmEndpoints
 

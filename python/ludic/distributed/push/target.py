@@ -1,9 +1,13 @@
-"""The servers of a push, from a client, a URL, or a list of either."""
+"""The servers of a push, from a client, a URL, or a list of either; steps that run on all of them
+concurrently, and calls that Ctrl-C must not interrupt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol, TypeVar
 
 from ludic.inference.client import PushTarget, Version
 
@@ -57,3 +61,84 @@ def as_push_target(client: PushTarget | str | Sequence[Any] | Any) -> PushTarget
     if isinstance(client, Sequence):
         return PushUrls([url for one in client for url in as_push_target(one).all_urls()])
     return _UserClient(client)
+
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Addressed(Protocol):
+    """An object with the address of a server."""
+
+    @property
+    def url(self) -> str: ...
+
+
+S = TypeVar("S", bound=Addressed)
+
+
+def run_on_all(servers: Sequence[S], step: Callable[[S], Any]) -> dict[S, Exception]:
+    """Run a step on all servers concurrently. Returns the servers where it failed, in the order of
+    `servers`, with their errors. Raises a BaseException such as KeyboardInterrupt."""
+    failures: dict[S, Exception] = {}
+    if len(servers) == 1:  # in this thread, which Ctrl-C reaches
+        try:
+            step(servers[0])
+        except Exception as error:
+            failures[servers[0]] = error
+        return failures
+    with ThreadPoolExecutor(max_workers=max(1, len(servers)), thread_name_prefix="ludic-servers") as pool:
+        futures = {server: pool.submit(step, server) for server in servers}
+    for server, future in futures.items():
+        failure = future.exception()
+        if isinstance(failure, Exception):
+            failures[server] = failure
+        elif failure is not None:
+            raise failure
+    return failures
+
+
+def start_in_thread(call: Callable[[], T], *, daemon: bool = False, future: Future[T] | None = None) -> Future[T]:
+    """Start a call in its own thread. Only the call's own deadline ends it; the process waits for
+    it before it ends, unless it is a `daemon`. A `future` that is given can be cancelled until the
+    call begins."""
+    future = Future() if future is None else future
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ludic-servers", daemon=daemon).start()
+    return future
+
+
+def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
+    """Run a call in a thread and return its result. A Ctrl-C during the call is raised after it. A
+    second one is raised immediately, but the process still ends only after the call, unless it is
+    made in a daemon thread, which Ctrl-C does not reach and which ends with the process. Before the
+    call has begun, a Ctrl-C is raised in its place."""
+    future: Future[T] = Future()
+    try:
+        start_in_thread(call, daemon=threading.current_thread().daemon, future=future)
+        wait([future])
+    except BaseException as interrupt:
+        if future.cancel():  # it came before the call began
+            raise
+        logger.warning("%s is completed first; press Ctrl-C again to stop immediately", what)
+        wait([future])
+        raise interrupt from future.exception()
+    return future.result()
+
+
+def describe_failures(failures: Mapping[S, BaseException]) -> str:
+    """Each failed server with its error, for a message."""
+    return "; ".join(f"{server.url}: {error}" for server, error in failures.items())
+
+
+def list_urls(servers: Iterable[Addressed]) -> str:
+    """The addresses, for a message."""
+    return ", ".join(server.url for server in servers) or "none"

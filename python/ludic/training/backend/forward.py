@@ -27,9 +27,8 @@ from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.models.sharding import gather_tensor, unshard
 from ludic.models.wrappers import evaluation_mode, unwrap_model
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss, forward_logits
-from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.precision import autocast
-from ludic.training.backend.protocol import ForwardPasses
+from ludic.training.backend.protocol import ForwardPasses, TrainFuture
 from ludic.training.batching.packing import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import Loss, SharedContext

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from ludic.errors import BackendStoppedError
-from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.protocol import TrainFuture
 
 T = TypeVar("T")
 

@@ -42,10 +42,9 @@ from ludic.models.wrappers import is_classifier, unwrap_model, unwrap_transforme
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses, trains_without_logits
-from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.memory import FreedMemory, MemoryProfile
 from ludic.training.backend.precision import MasterWeights, autocast, check_precision
-from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches
+from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches, TrainFuture
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.weight_stream import WeightStream

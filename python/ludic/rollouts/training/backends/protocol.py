@@ -17,8 +17,7 @@ import torch
 
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import await_if_needed
-from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.protocol import BackwardResult, MicroBatches
+from ludic.training.backend.protocol import BackwardResult, MicroBatches, TrainFuture
 from ludic.training.batching.packing import MicroBatch
 from ludic.training.loss import BatchTotals
 

@@ -30,8 +30,7 @@ from ludic.rollouts.training.backends.columns import (
 )
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.protocol import MicroBatches
+from ludic.training.backend.protocol import MicroBatches, TrainFuture
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.packing import MicroBatch
