@@ -2,6 +2,8 @@
 
 import re
 import socket
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -152,3 +154,28 @@ def test_a_process_group_of_the_user_has_one_meeting_at_its_store_as_long_as_it_
         dist.destroy_process_group()
     assert seen[0] is not seen[1]
     assert ranks.current_rendezvous() is None
+
+
+AFTER_THE_GROUP = """
+import gc, sys
+from pathlib import Path
+import torch.distributed as dist
+from ludic.training import ranks
+
+def gloo_threads():
+    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+during = gloo_threads()
+import torch.distributed._shard.sharded_tensor  # what `save_pretrained` imports
+dist.destroy_process_group()
+gc.collect()
+print(during > 0, gloo_threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to list the threads of a process")
+def test_a_destroyed_process_group_leaves_no_threads_which_could_abort_the_process_at_its_end(tmp_path):
+    command = [sys.executable, "-c", AFTER_THE_GROUP, str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert ended.stdout.split() == ["True", "0"]

@@ -20,6 +20,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+# Functions of this module have the process group that exists at its import as a default (torch
+# 2.13). If it is imported later, the threads of gloo outlive `destroy_process_group` and may abort
+# the process at its end.
+import torch.distributed.nn.functional
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store  # torch has no public name for it
 
