@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from ludic.importing import MOVED, home_of
-from ludic.inference.vllm.in_server import flags
+from ludic.inference.vllm.in_server import server
 
 PUBLIC: dict[str, list[str]] = json.loads(Path(__file__).with_name("public_names.json").read_text(encoding="utf-8"))
 """Module -> the names that users import from it."""
 SERVER_STRINGS = {
-    "ludic.inference.vllm.worker.WeightWorker": flags.WORKER_EXTENSION,
-    "ludic.inference.vllm.think:GlobalThinkProcessor": flags.THINK_PROCESSOR,
-    "ludic.inference.servers.client_tag_middleware.ClientTagMiddleware": flags.TAG_MIDDLEWARE,
-    "ludic.inference.servers.secret_middleware.SecretMiddleware": flags.SECRET_MIDDLEWARE,
+    "ludic.inference.vllm.worker.WeightWorker": server.WORKER_EXTENSION,
+    "ludic.inference.vllm.think:GlobalThinkProcessor": server.THINK_PROCESSOR,
+    "ludic.inference.servers.client_tag_middleware.ClientTagMiddleware": server.TAG_MIDDLEWARE,
+    "ludic.inference.servers.secret_middleware.SecretMiddleware": server.SECRET_MIDDLEWARE,
 }
 """Strings in users' command lines -> the strings that `ludic serve` writes."""
 NEED_VLLM = {"ludic.inference.vllm.worker", "ludic.inference.vllm.think"}

@@ -17,7 +17,7 @@ from ludic.distributed.adapters.supervised import SupervisedServers
 from ludic.errors import ConfigError, EngineDeadError, PublishError
 from ludic.inference import SamplingParams, VLLMChatClient
 from ludic.inference.servers.pool import Restarts
-from ludic.runs.servers.connecting import clear_versions, kept_current
+from ludic.runs.servers import clear_versions, kept_current
 
 SAMPLING = SamplingParams(max_tokens=4)
 DEADLINE_S = 60.0

@@ -10,7 +10,7 @@ from training_samples import tiny_model
 
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.epochs_schema import compose_dpo
-from ludic.runs.dpo_answers import Answer, Answers
+from ludic.runs.dpo import Answer, Answers
 from ludic.training.evaluators.held_out import MEASURED
 from ludic.training.loss.dpo import STATISTICS
 

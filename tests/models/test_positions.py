@@ -13,7 +13,7 @@ from ludic.inference.local.client import LocalChatClient
 from ludic.inference.local.decode import Bounds, DecodeRequest, decode
 from ludic.inference.request import SamplingParams
 from ludic.models.packed_attention import PACKED, find_rope_limits, pin_rope, set_attention
-from ludic.runs.servers.server import _read_rope_limit
+from ludic.runs.servers import _read_rope_limit
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, Trainer
 from ludic.training.algorithm import forward_logits
 from ludic.training.credit_assignment import ConstantCredit

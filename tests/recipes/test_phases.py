@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import compose, to_yaml
-from ludic.recipes.phases import has_warmup
+from ludic.recipes.compose import compose, has_warmup, to_yaml
 
 
 def phases(*arguments: str) -> tuple[bool, bool]:

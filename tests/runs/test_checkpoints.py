@@ -10,7 +10,7 @@ from training_samples import tiny_model
 
 from ludic.errors import CheckpointError
 from ludic.files import manifest
-from ludic.runs.checkpoints import find_latest_checkpoint
+from ludic.runs.base import find_latest_checkpoint
 from ludic.training import CheckpointConfig, checkpoint
 from ludic.training.checkpoint import CheckpointManager
 

@@ -17,7 +17,7 @@ from training_samples import tiny_model
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.models.loading import load_model, load_tokenizer
 from ludic.recipes.epochs_schema import compose_dpo
-from ludic.runs.dpo_answers import list_prompts, sample_answers
+from ludic.runs.dpo import list_prompts, sample_answers
 from ludic.training import PrecomputedReference, load_preference_items
 from ludic.training.reference import item_key
 

@@ -597,7 +597,7 @@ def server(
     name: Annotated[str, typer.Option(help="Name of this server: server0, server1 and so on.")],
     host: Annotated[str, typer.Option(help="The address of this machine at which trainer and actors reach it.")] = "127.0.0.1",
 ) -> int:
-    from ludic.runs.servers.server import run_server_process
+    from ludic.runs.servers import run_server_process
 
     return run_server_process(run, name=name, host=host)
 

@@ -15,8 +15,8 @@ from typing import Any, Literal, cast, get_args
 from rich.console import Console
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.vllm.in_server.flags import WeightBackend
 from ludic.inference.vllm.in_server.secret import VARIABLE, is_loopback_host, secret_file
+from ludic.inference.vllm.in_server.server import WeightBackend
 from ludic.inference.vllm.launch import (
     LogprobsMode,
     is_cpu_build,

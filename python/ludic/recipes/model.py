@@ -21,9 +21,9 @@ from ludic.models.quantization import QuantizationSettings, find_quantized_layer
 from ludic.models.sharded_loading import load_skeleton
 from ludic.models.sharding import ShardingSettings
 from ludic.models.wrappers import has_adapters
+from ludic.recipes.compose import has_warmup
 from ludic.recipes.epochs_schema import EpochsRecipe, RMRecipe
 from ludic.recipes.named_sources import is_template
-from ludic.recipes.phases import has_warmup
 from ludic.recipes.schema import LoraSection, NetworkSection, Recipe
 from ludic.recipes.sections import QuantizationSection, ShardingSection
 from ludic.training import ranks

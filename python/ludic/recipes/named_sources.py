@@ -29,7 +29,7 @@ def check_named_sources(recipe: Any) -> None:
     cannot be imported from `module:name`, and for functions that cannot be tools. Hub ids are not
     looked up."""
     for setting in _DATA:
-        for source in _list_sources(_select(recipe, setting)):
+        for source in list_sources(_select(recipe, setting)):
             path = Path(source).expanduser()
             if is_local(source) and not path.exists():
                 remedy = suggest_path(path, "give a file, a folder, or an id of the hub")
@@ -48,7 +48,7 @@ def check_named_sources(recipe: Any) -> None:
 
 def list_local_sources(recipe: Any) -> list[str]:
     """The data and models that exist as files or folders here, as the recipe writes them."""
-    named = [source for setting in _DATA for source in _list_sources(_select(recipe, setting))]
+    named = [source for setting in _DATA for source in list_sources(_select(recipe, setting))]
     named += [source for setting in _MODELS if isinstance(source := _select(recipe, setting), str)]
     return [source for source in dict.fromkeys(named) if Path(source).expanduser().exists()]
 
@@ -75,7 +75,7 @@ def list_read_files(recipe: Any) -> dict[str, list[str]]:
     found, template = list_read_models(recipe), _select(recipe, "chat_template")
     named = [template] if isinstance(template, str) and not is_template(template) else []
     for data in (*(_select(recipe, setting) for setting in _DATA), (_select(recipe, "task.args") or {}).get("heldout_data")):
-        named += () if _select(recipe, "streaming") else _list_sources(data)
+        named += () if _select(recipe, "streaming") else list_sources(data)
     for path in map(Path.expanduser, map(Path, named)):
         inside = sorted(each for each in path.glob("*") if each.suffix.lower() in _ROWS)
         for each in [path] if path.is_file() else inside:
@@ -88,7 +88,7 @@ def is_template(chat_template: str) -> bool:
     return "{%" in chat_template or "{{" in chat_template
 
 
-def _list_sources(data: Any) -> Iterator[str]:
+def list_sources(data: Any) -> Iterator[str]:
     """The sources of `data`: one, a list, or a mixture."""
     if isinstance(data, Mapping):
         data = data.get("datasets")

@@ -20,8 +20,7 @@ from ludic.models.wrappers import has_adapters
 from ludic.recipes.build import build_controllers
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sections import check_reference, switches_adapters_off
-from ludic.runs.base import RunParts
-from ludic.runs.checkpoints import has_checkpoint
+from ludic.runs.base import RunParts, has_checkpoint
 from ludic.runs.directory import RunDirectory
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm

@@ -1,20 +1,24 @@
 """Direct preference optimization: read the pairs, warm the policy up, fix the reference, train,
-measure with `DPOTrainer`, report. Each closing sentence of the report is printed only if the
-numbers support it."""
+measure with `DPOTrainer` and by sampled answers, report. Each closing sentence of the report is
+printed only if the numbers support it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.eval.statistics import wilson_interval
+from ludic.eval.statistics import Interval, mean_interval, share_interval, wilson_interval
 from ludic.files.checkpoints import check_model_folder
-from ludic.files.jsonl import write_jsonl
+from ludic.files.jsonl import read_jsonl, write_jsonl
+from ludic.inference.local import LocalChatClient
+from ludic.inference.request import SamplingParams
 from ludic.models.loading import load_tokenizer
 from ludic.models.saving import save_policy
 from ludic.models.state_files import holds_whole_weights, read_model
@@ -31,11 +35,9 @@ from ludic.recipes.model import (
 )
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
-from ludic.runs.dpo_answers import read_answers, sample_answers
 from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, describe_data
 from ludic.runs.loggers import Screen
 from ludic.runs.report.summary import make_table
-from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted
 from ludic.training import ranks
@@ -45,13 +47,13 @@ from ludic.training.dpo_trainer import DPOTrainer, DPOTrainerConfig
 from ludic.training.evaluators.held_out import MEASURED
 from ludic.training.presets import make_dpo, make_sft
 from ludic.training.reference import FrozenModel
+from ludic.training.rng import seed_everything
 from ludic.training.trainer import Trainer
+from ludic.training.types import SAWItem
 
 WARM_UP, DPO = "warm_up", "dpo"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
 KEYS = ["train/loss", "train/rewards/accuracies", "train/rewards/margins", "train/grad_norm"]
-
-
 ACCURACY = "rewards/accuracies"
 SHOWN_ANSWERS, SHOWN_CHARACTERS = 4, 60
 RATES = {"score": "true quality", "well_formed": "well-formed", "finished": "ended"}
@@ -86,7 +88,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
     @classmethod
     def build(cls, recipe: DPORecipe, note: Callable[[str], None]) -> PairsParts:
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
-        seed_everything(recipe)
+        seed_everything(recipe.seed, threads=recipe.threads)
         check_adapters(recipe)
         tokenizer = build_tokenizer(recipe)
         algorithm = make_dpo(**vars(recipe.loss))
@@ -327,3 +329,90 @@ def _describe_change(name: str, before: Mapping[str, Any], after: Mapping[str, A
     if after["mean"] == before["mean"]:
         return f"The {name} did not change: {after['mean']:.3f}."
     return f"The {name} went {by}, which may be noise: their 95 % intervals overlap."
+
+
+TIMES = ("before", "after", "end")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer."""
+
+    prompt: str
+    text: str
+    is_finished: bool
+    """Whether the model ended it, within the token limit."""
+    score: float | None = None
+    """The quality by the generator of the pairs; None if it is no answer of the task, or if nothing
+    judges it."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a policy answers."""
+
+    sampled: Sequence[Answer] = field(default_factory=list)
+    is_judged: bool = False
+    """Whether the true quality of an answer is known."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For summary.json: `score`, the mean quality of well-formed answers, `well_formed`, their
+        share, and `finished`, the share of ended answers, each with a 95 % interval."""
+        if not self.sampled:
+            return {"answers": 0}
+        rates: dict[str, Any] = {"finished": _share([answer.is_finished for answer in self.sampled])}
+        if self.is_judged:
+            scores = [answer.score for answer in self.sampled if answer.score is not None]
+            rates["well_formed"] = _share([answer.score is not None for answer in self.sampled])
+            rates["score"] = _describe_interval(mean_interval(scores)) if scores else None
+        return {"answers": len(self.sampled), **rates}
+
+
+async def sample_answers(
+    model: Any, tokenizer: Any, heldout: Sequence[SAWItem], task: Any, *, count: int, max_new_tokens: int, seed: int
+) -> Answers:
+    """`count` answers to the prompts of held-out pairs, one prompt after another, at temperature 1.
+    The prompts are the tokens that were trained on. If the `task` has
+    `judge(prompt, response)`, it gives the quality; None if the response is no answer."""
+    prompts = list_prompts(heldout)
+    if not prompts or not count:
+        return Answers()
+    client = LocalChatClient(model, tokenizer, max_batch_size=256)
+    sampling = SamplingParams(temperature=1.0, max_tokens=max_new_tokens)
+    asked = [prompts[index % len(prompts)] for index in range(count)]
+    traces = await asyncio.gather(
+        *(client.complete_tokens(prompt, sampling=sampling, seed=seed + index) for index, prompt in enumerate(asked))
+    )
+    judge = getattr(task, "judge", None)
+    answers = []
+    for prompt, trace in zip(asked, traces, strict=True):
+        question, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, trace.completion_token_ids))
+        ended = trace.finish_reason == "stop"
+        answers.append(Answer(question, text, ended, judge(question, text) if judge is not None and ended else None))
+    return Answers(answers, judge is not None)
+
+
+def read_answers(path: Path, *, before: str) -> list[dict[str, Any]]:
+    """The rows of answers.jsonl of the times before that one."""
+    rows = [row for _, row in read_jsonl(path)] if path.is_file() else []
+    return [row for row in rows if TIMES.index(row["when"]) < TIMES.index(before)]
+
+
+def list_prompts(items: Sequence[SAWItem]) -> list[list[int]]:
+    """The distinct prompts of the samples, in order of first appearance: the tokens before the
+    first action. Example: ids [5, 6, 7] and [5, 6, 8] with masks [0, 0, 1] have the one prompt
+    [5, 6]."""
+    prompts: dict[tuple[int, ...], None] = {}
+    for item in items:
+        start = int(np.flatnonzero(np.asarray(item.action_mask))[0]) if np.any(item.action_mask) else 0
+        if start:
+            prompts.setdefault(tuple(int(token) for token in item.input_ids[:start]))
+    return [list(prompt) for prompt in prompts]
+
+
+def _share(hits: Sequence[bool]) -> Mapping[str, float | None]:
+    return _describe_interval(share_interval([float(hit) for hit in hits]))
+
+
+def _describe_interval(interval: Interval) -> dict[str, float | None]:
+    return {"mean": interval.value, "low": interval.low, "high": interval.high}

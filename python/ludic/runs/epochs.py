@@ -13,8 +13,7 @@ from ludic.errors import ConfigError
 from ludic.eval.picture import draw_margins, draw_reliability
 from ludic.recipes.compose import config_hash
 from ludic.recipes.epochs_schema import EpochsRecipe, PairsRecipe
-from ludic.runs.base import RunParts, TrainerT, TrainingRun
-from ludic.runs.checkpoints import restore_best_weights
+from ludic.runs.base import RunParts, TrainerT, TrainingRun, restore_best_weights
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import PairsDirectory, Progress, RunDirectory
 from ludic.runs.report.curve import write_picture

@@ -18,6 +18,7 @@ from typing import Any
 from ludic.data.sources import is_local
 from ludic.eval.statistics import wilson_interval
 from ludic.models.saving import CARD_MARK
+from ludic.recipes.named_sources import list_sources
 from ludic.runs.directory import DONE, Progress
 from ludic.runs.held_out import Evaluation
 from ludic.runs.report.summary import find_algorithm
@@ -110,7 +111,7 @@ def _write_metadata(recipe: Mapping[str, Any], progress: Progress, *, is_adapter
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-classification" if progress.command == "train-rm" else "text-generation",
         tags=["ludic", *(tag for tag in (progress.command, algorithm, method) if tag)],
-        datasets=[source for source in _list_data(recipe) if is_on_hub(source, progress)] or None,
+        datasets=[source for source in list_sources(recipe.get("data")) if is_on_hub(source, progress)] or None,
         **({"base_model_relation": "adapter" if is_adapter else "finetune"} if has_base else {}),
     )
     return f"---\n{metadata.to_yaml()}\n---"
@@ -126,20 +127,10 @@ def _describe(recipe: Mapping[str, Any], progress: Progress, *, is_adapter: bool
     return f"{what}, trained {of} with `ludic {progress.command}` of ludic {version}.{state}"
 
 
-def _list_data(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """Files, folders and hub ids of the training data."""
-    listed = recipe.get("data")
-    if isinstance(listed, Mapping):
-        listed = [each.get("id") for each in listed.get("datasets") or () if isinstance(each, Mapping)]
-    for source in listed if isinstance(listed, list) else [listed]:
-        if isinstance(source, str):
-            yield source
-
-
 def _list_training(recipe: Mapping[str, Any], progress: Progress) -> Iterator[tuple[str, str]]:
     yield "algorithm", escape(find_algorithm(progress))
     yield "steps", f"{progress.steps:,}"
-    for source in _list_data(recipe):
+    for source in list_sources(recipe.get("data")):
         yield "data", escape(_name_of(source, progress)) + _digest(Path(source).expanduser())
     has_adapters = (recipe.get("lora") or {}).get("rank")
     for setting in _SETTINGS:

@@ -23,8 +23,7 @@ from ludic.recipes.sections import build_info_seed, check_checkpoints
 from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
-from ludic.runs.base import RunParts, TrainingRun
-from ludic.runs.checkpoints import has_checkpoint, restore_best_weights
+from ludic.runs.base import RunParts, TrainingRun, has_checkpoint, restore_best_weights
 from ludic.runs.control import check_control, open_control
 from ludic.runs.data.sft import Warmup
 from ludic.runs.directory import DONE, RunDirectory
@@ -40,7 +39,6 @@ from ludic.runs.rollouts import (
     make_training_requests,
 )
 from ludic.runs.sampler import Sampler, check_inference, make_preflight, open_sampler
-from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sampling, check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted
 from ludic.runs.trial import check_prompts, try_task
@@ -55,6 +53,7 @@ from ludic.training.evaluators.protocol import eval_key
 from ludic.training.loggers import TrainingLogger
 from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
+from ludic.training.rng import seed_everything
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
@@ -102,7 +101,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_control(recipe, algorithm)
         check_rollouts(recipe, task)
-        seed_everything(recipe)
+        seed_everything(recipe.seed, threads=recipe.threads)
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
         check_prompts(recipe, task, tokenizer, model)

@@ -1,5 +1,5 @@
 """Resuming a run: its folder is opened with the settings that it began with; `steps` may be raised,
-and where it executes and writes may change. `runs.checkpoints` finds the weights and cuts the logs
+and where it executes and writes may change. `runs.base` finds the weights and cuts the logs
 back to them."""
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, describe_data
 from ludic.runs.report.scores import encode_scores
 from ludic.runs.report.summary import make_table
-from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.presets import make_bradley_terry
 from ludic.training.rm_trainer import RMTrainer, RMTrainerConfig
+from ludic.training.rng import seed_everything
 
 KEYS = ["train/loss", "train/accuracy", "train/margin", "train/grad_norm"]
 
@@ -54,7 +54,7 @@ class RMRun(PairsRun[RMRecipe, RMDirectory]):
     def build(cls, recipe: RMRecipe, note: Callable[[str], None]) -> PairsParts:
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         check_adapters(recipe)
-        seed_everything(recipe)
+        seed_everything(recipe.seed, threads=recipe.threads)
         tokenizer = choose_padding_token(build_tokenizer(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))
         cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)

@@ -20,8 +20,7 @@ from ludic.recipes.processes import InferenceSection, choose_kind, choose_logpro
 from ludic.recipes.schema import Recipe
 from ludic.runs.launching import list_servers
 from ludic.runs.rollouts import make_training_inference
-from ludic.runs.servers.connecting import connect_to_servers
-from ludic.runs.servers.server import SERVED_NAME, start_server
+from ludic.runs.servers import SERVED_NAME, connect_to_servers, start_server
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks
 from ludic.training.loop.step_record import PhaseTimer

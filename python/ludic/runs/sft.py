@@ -20,11 +20,11 @@ from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsParts, EpochsRun
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.summary import show_costs
-from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
 from ludic.training.evaluators.held_out import HeldOutLoss
 from ludic.training.presets import make_sft
+from ludic.training.rng import seed_everything
 from ludic.training.trainer import Trainer
 
 KEYS = ["train/loss", "train/grad_norm", "train/seq_len_truncated_rate"]
@@ -48,7 +48,7 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
     def build(cls, recipe: SFTRecipe, note: Callable[[str], None]) -> SFTParts:
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         check_adapters(recipe)
-        seed_everything(recipe)
+        seed_everything(recipe.seed, threads=recipe.threads)
         tokenizer = build_tokenizer(recipe)
         data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)

@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from ludic.training.callbacks import Callback
     from ludic.training.trainer import Trainer
 
-logger = logging.getLogger(__name__)
-
 
 class RecipeTrainer:
     """Runs a recipe as its command does: the same settings and checks, the same folder, the same

@@ -1,8 +1,9 @@
-"""States of the random generators of Python, numpy and torch, as JSON values."""
+"""The random generators of Python, numpy and torch: seeds, and states as JSON values."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import random
 import types
 from collections.abc import Coroutine, Generator, Iterator, Mapping
@@ -14,6 +15,24 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+def seed_everything(seed: int, *, threads: int | None = None) -> None:
+    """Seed Python and torch, and set torch's threads: two runs of one recipe draw the same
+    weights, data and samples."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def seed_phase(seed: int, phase: str) -> None:
+    """Seed Python, numpy and torch by the seed and the phase alone: a phase draws the same
+    numbers whatever was drawn before it, also when it is resumed in another process."""
+    derived = int.from_bytes(hashlib.sha256(f"{seed} {phase}".encode()).digest()[:4], "little")
+    random.seed(derived)
+    np.random.seed(derived)
+    torch.manual_seed(derived)
 
 
 def rng_state() -> dict[str, Any]:

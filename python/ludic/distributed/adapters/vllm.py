@@ -40,6 +40,7 @@ from ludic.inference.client import PolicyPublisher, Publisher, PushTarget, Versi
 
 if TYPE_CHECKING:
     from torch import Tensor
+from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ class VllmPublisher(Publisher):
         return dict(self.control.timings)
 
 
+@forward_members("inner", ["expect_change", "close", "timings"])
 class VllmPublisherAdapter(Publisher):
     """Renames weights as in the server's checkpoint, then publishes them with another
     publisher."""
@@ -174,16 +176,6 @@ class VllmPublisherAdapter(Publisher):
         self.inner.publish(_checkpoint_weights(state_dict, debug=self.debug), version=version)
         if self.debug:
             _log_seconds(version, start)
-
-    def expect_change(self, expected: bool) -> None:
-        self.inner.expect_change(expected)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    @property
-    def timings(self) -> Mapping[str, float]:
-        return self.inner.timings
 
 
 def _checkpoint_weights(state_dict: Weights, *, debug: bool) -> dict[str, Tensor]:

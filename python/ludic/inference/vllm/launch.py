@@ -31,18 +31,19 @@ import ludic
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.servers.http import run_blocking
 from ludic.inference.servers.server_secret import remove_secret, resolve_secret, store_secret
-from ludic.inference.vllm.in_server.flags import (
+from ludic.inference.vllm.in_server.secret import VARIABLE, is_loopback_host
+from ludic.inference.vllm.in_server.server import (
     DEFAULT_FLAGS,
+    PYTHON_VARIABLE,
     SECRET_MIDDLEWARE,
     TAG_MIDDLEWARE,
     THINK_PROCESSOR,
     WeightBackend,
     default_variables,
     missing_flags,
+    missing_vllm_message,
     weight_flags,
 )
-from ludic.inference.vllm.in_server.secret import VARIABLE, is_loopback_host
-from ludic.inference.vllm.in_server.server import PYTHON_VARIABLE, missing_vllm_message
 from ludic.inference.vllm.orphan_reaper import OrphanReaper
 from ludic.inference.vllm.servers import can_sample, poll_until, server_url
 from ludic.launch.rank_environment import without_rank

@@ -11,21 +11,23 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ludic.errors import StopRequested
+from ludic.errors import CheckpointError, StopRequested
 from ludic.event_loop import await_if_needed
+from ludic.files.atomic import read_json
+from ludic.files.checkpoints import STATE
 from ludic.inference.client import PolicyPublisher, Publisher, Version, WeightSource, as_publisher
 from ludic.recipes.actors import count_prompts_per_entry
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import PolicyVersions, list_versions
 from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.actors.supervision import ActorProcesses
-from ludic.runs.checkpoints import read_kept_metadata
 from ludic.runs.directory import RunDirectory
 from ludic.runs.rollouts import BatchLogs
 from ludic.runs.sampler import Sampler
@@ -36,6 +38,7 @@ from ludic.training.queue.source import BatchFromGroups, QueueBatchSource
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.rollouts.log import RolloutLog
 from ludic.training.types import CreditAssigner, SAWBatch
+from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +186,7 @@ class ActorBatches(BatchSourceBase):
         await asyncio.to_thread(self._queue.disconnect)
 
 
+@forward_members("_inner", ["expect_change", "close", "timings"])
 class _AnnouncingPublisher(Publisher):
     """Publishes with `inner`, and tells actors of the version."""
 
@@ -195,15 +199,14 @@ class _AnnouncingPublisher(Publisher):
     async def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
         await self._batches.publish(lambda number: self._inner.publish_stream(weights, version=number), int(version or 0))
 
-    def expect_change(self, expected: bool) -> None:
-        self._inner.expect_change(expected)
 
-    def close(self) -> None:
-        self._inner.close()
-
-    @property
-    def timings(self) -> Mapping[str, float]:
-        return self._inner.timings
+def read_kept_metadata(checkpoints: Path) -> list[dict[str, Any]]:
+    """The metadata of the checkpoints in the folder, without those that cannot be read."""
+    states = []
+    for path in checkpoints.glob(f"step_*/{STATE}"):
+        with suppress(CheckpointError, OSError):
+            states.append(read_json(path))
+    return states
 
 
 def _needed_versions(kept: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:

@@ -48,12 +48,12 @@ from ludic.runs.actors.queue import open_queue, wait_until_open
 from ludic.runs.directory import RunDirectory, collect_versions
 from ludic.runs.rollouts import TrainingRequests, check_rollouts, make_engine, make_training_requests
 from ludic.runs.sampler import open_sampler
-from ludic.runs.seeding import seed_everything, seed_phase
 from ludic.runs.stop_request import Interrupted, listen_for_signals
 from ludic.tasks import EpisodicTask
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import Work
 from ludic.training.queue.opening import QueueRetryPolicy
+from ludic.training.rng import seed_everything, seed_phase
 from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.training.types import RolloutRequest
 
@@ -196,7 +196,7 @@ def _build(recipe: Recipe) -> tuple[EpisodicTask, Any, Any]:
     check_actors(recipe)
     task = build_episodic_task(recipe)
     check_rollouts(recipe, task)
-    seed_everything(recipe)
+    seed_everything(recipe.seed, threads=recipe.threads)
     model, tokenizer = build_policy(recipe)
     task = add_reward_model(recipe, task, tokenizer)
     # As in a run without actors: with batches ahead its sampler has a copy without gradients, of

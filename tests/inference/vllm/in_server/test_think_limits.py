@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import ludic
-from ludic.inference.vllm.in_server.flags import default_variables
-from ludic.inference.vllm.in_server.server import read_port, server_command
+from ludic.inference.vllm.in_server.server import default_variables, read_port, server_command
 from ludic.inference.vllm.in_server.think_limits import ThinkLimits, parse_max_think, respects_limit
 
 CLOSING = [7, 8, 9]

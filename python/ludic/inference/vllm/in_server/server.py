@@ -11,6 +11,9 @@ other interpreter. It takes all flags of vLLM, with these defaults:
 - clients that send the server's secret can push weights, with the gloo backend;
 - thinking ends after `max_think` tokens.
 
+Here are also the flags and environment variables of vLLM that training needs, and the paths of the
+classes that a server loads from ludic.
+
 `--batch-invariant` makes samples independent of the other requests in the batch, where vLLM can.
 """
 
@@ -18,19 +21,68 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from ludic.inference.vllm.in_server.flags import (
-    DEFAULT_FLAGS,
-    SECRET_MIDDLEWARE,
-    THINK_PROCESSOR,
-    default_variables,
-    missing_flags,
-    weight_flags,
-)
 from ludic.inference.vllm.in_server.secret import VARIABLE, SecretError, resolve_secret, store_secret
+
+WeightBackend = Literal["gloo", "ludic_nccl", "disk"]
+TAG_MIDDLEWARE = "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware"
+SECRET_MIDDLEWARE = "ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware"
+THINK_PROCESSOR = "ludic.inference.vllm.in_server.think_processor:GlobalThinkProcessor"
+DEFAULT_FLAGS: list[tuple[str, str | None]] = [
+    ("--generation-config", "vllm"),
+    ("--logprobs-mode", "processed_logprobs"),
+    ("--enable-scale-out", None),
+]
+"""Flag and value; a flag without a value stands alone."""
+WORKER_EXTENSION = "ludic.inference.vllm.in_server.worker.WeightWorker"
+KEEP_ALIVE_S = 60
+"""Longer than any client's, so that no request is sent over a connection that is being closed."""
+
+
+def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
+    """The flags of a server that takes new weights while it serves; none without a backend."""
+    if backend is None:
+        return []
+    return [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", json.dumps({"backend": backend}))]
+
+
+def default_variables(arguments: Sequence[str], *, cpu: bool = False) -> dict[str, str]:
+    """Default environment variables of a server with these arguments. `cpu` is for vLLM's CPU
+    build."""
+    variables = {
+        "VLLM_USE_V1": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+    }
+    if cpu:
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    flags = {argument.split("=")[0] for argument in arguments}
+    # vLLM has the endpoints that take new weights or adapters only in development mode.
+    if not flags.isdisjoint(["--enable-lora", "--worker-extension-cls", "--weight-transfer-config"]):
+        variables["VLLM_SERVER_DEV_MODE"] = "1"
+    if "--enable-lora" in flags:
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return variables
+
+
+def missing_flags(defaults: Sequence[tuple[str, str | None]], explicit: Sequence[str]) -> list[str]:
+    """The defaults that are not among the explicit arguments, as arguments. If a flag has several
+    defaults, the first counts."""
+    arguments: list[str] = []
+    present = {argument.split("=")[0] for argument in explicit}
+    for flag, value in defaults:
+        if flag not in present:
+            present.add(flag)
+            arguments += [flag] if value is None else [flag, value]
+    return arguments
+
 
 DEFAULTS = [("--host", "127.0.0.1"), *DEFAULT_FLAGS, ("--logits-processors", THINK_PROCESSOR), *weight_flags("gloo")]
 PORT = 8000

@@ -6,7 +6,7 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
-from ludic.runs.servers.server import ServerAddresses
+from ludic.runs.servers import ServerAddresses
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.in_server.secret import HEADER
 from ludic.launch.local import LOOPBACK
 from ludic.recipes.compose import compose
+from ludic.runs import servers
 from ludic.runs.directory import RunDirectory
-from ludic.runs.servers import connecting
-from ludic.runs.servers.server import ServerAddresses, _choose_port, _serve, run_server_process
+from ludic.runs.servers import ServerAddresses, _choose_port, _serve, run_server_process
 from ludic.runs.stop_request import Interrupted
 
 DEADLINE_S = 60.0
@@ -111,7 +111,7 @@ async def test_a_server_that_never_answers_is_named_and_a_stop_ends_the_wait(wor
 
 
 def test_a_wait_for_servers_ends_where_there_is_never_a_policy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "POLL_S", 600.0)
+    monkeypatch.setattr(servers, "POLL_S", 600.0)
     with pytest.raises(InferenceError, match=r"run/model did not appear within 24 hours; has the trainer ended\?"):
         play_jumping(asyncio.wait_for(wait_for_server(world), 25 * 3600.0))
 
@@ -123,7 +123,7 @@ def test_a_wait_for_servers_ends_where_none_will_answer(world: World) -> None:
 
 
 async def wait_for_server(world: World, *, is_stopped: bool = False, end: str | None = None) -> list[str]:
-    return await connecting._wait_for_addresses(
+    return await servers._wait_for_addresses(
         world.addresses, ["server0"], world.directory.model, 0.0, lambda: is_stopped, lambda: end
     )
 

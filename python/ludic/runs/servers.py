@@ -1,6 +1,12 @@
-"""One vLLM server of a run's policy: where it is (`servers/NAME.json` in the run's folder) and the
-secret of all of them; how it is started, by the trainer for itself (`inference=vllm`) too; and its
-process, `ludic worker server RUN`.
+"""The inference servers of a run (`place.servers`): processes of their own, which the supervisor of
+the run restarts.
+
+    server --address--> servers/NAME.json --> trainer and actors
+    trainer --publish--> pushed/version_N --> servers
+
+Here is where they are (`servers/NAME.json` in the run's folder) and the secret of all of them; how
+one is started, by the trainer for itself (`inference=vllm`) too; its process, `ludic worker server
+RUN`; and how trainer and actors connect to them.
 
 The process waits until the run has a policy after its warm-up, starts a server of it, says where it
 is, and ends when the server does, so that the supervisor starts it again. The weights that it
@@ -11,27 +17,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from ludic.errors import TRY_AGAIN, CheckpointError, ConfigError, InferenceError
-from ludic.files.atomic import read_json, write_json
-from ludic.inference.vllm.in_server.flags import WeightBackend
+from ludic.distributed.adapters.supervised import SupervisedServers
+from ludic.errors import TRY_AGAIN, CheckpointError, ConfigError, EngineDeadError, InferenceError
+from ludic.files.atomic import clear_unfinished, delete_folder, read_json, write_json
+from ludic.inference.servers.http import BlockingHttp
+from ludic.inference.servers.pool import Restarts
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
+from ludic.inference.vllm.in_server.server import WeightBackend
+from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S, server_url
 from ludic.models.packed_attention import find_rope_limits
 from ludic.recipes.compose import compose
 from ludic.recipes.processes import choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
-from ludic.runs.stop_request import listen_for_signals
+from ludic.runs.launching import list_servers
+from ludic.runs.stop_request import Interrupted, listen_for_signals
+
+logger = logging.getLogger(__name__)
 
 SECRET = "secret"
 
@@ -137,6 +153,7 @@ def _read_rope_limit(folder: Path, tokens: int) -> int | None:
 
 
 POLL_S = 0.2
+"""How often to look for a policy, and for servers that are starting."""
 
 
 def run_server_process(folder: Path, *, name: str, host: str) -> int:
@@ -152,7 +169,6 @@ def run_server_process(folder: Path, *, name: str, host: str) -> int:
 async def _serve(recipe: Recipe, directory: RunDirectory, name: str, host: str) -> int:
     """The exit status."""
     from ludic.inference.vllm.launch import stop_vllm_server, wait_for_vllm_health
-    from ludic.inference.vllm.servers import server_url
 
     stop, signals = listen_for_signals()
     addresses = ServerAddresses(directory.servers)
@@ -217,3 +233,124 @@ def _choose_port(host: str, before: str | None) -> int:
             except OSError:
                 pass
     return free_port(host)
+
+
+KEEP_S = 0.5
+"""How often the trainer looks for servers that lack the newest version."""
+
+
+@contextlib.asynccontextmanager
+async def connect_to_servers(
+    recipe: Recipe,
+    tokenizer: Any,
+    run: Path,
+    *,
+    pushes: bool,
+    is_stopped: Callable[[], bool],
+    find_end: Callable[[], str | None],
+) -> AsyncIterator[tuple[VLLMChatClient, SupervisedServers | None]]:
+    """(client, publisher if `pushes`) of the servers of the run in the folder `run`, once all
+    answer. The client takes no answer of other weights than those that were published, and waits
+    while servers are started again, unless `find_end` says that none will be. Raises Interrupted
+    once `is_stopped`."""
+    addresses, names = ServerAddresses(run / "servers"), list_servers(recipe.place)
+
+    def find_url(number: int) -> str | None:
+        return addresses.read(names[number])
+
+    timeout_s = recipe.inference.timeout_s
+    urls = await _wait_for_addresses(addresses, names, run / "model", timeout_s, is_stopped, find_end)
+    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s))
+    client.follow_restarts(Restarts(find_url, find_end))
+    async with client:
+        if not pushes:
+            yield client, None
+            return
+        clear_versions(run / "pushed")
+        publisher = SupervisedServers(
+            client,
+            run / "pushed",
+            count=len(names),
+            find_url=find_url,
+            headers=addresses.secret_headers(),
+            timeout_s=timeout_s,
+            answer_s=recipe.inference.push_timeout_s,
+            wait_s=recipe.inference.push_wait_s,
+            find_end=find_end,
+            is_stopped=is_stopped,
+        )
+        try:
+            with kept_current(publisher):
+                yield client, publisher
+        finally:
+            await asyncio.to_thread(publisher.close)
+
+
+def clear_versions(folder: Path) -> None:
+    """Delete the versions that an earlier trainer wrote: servers have read what they serve."""
+    if folder.is_dir():
+        clear_unfinished(folder)
+    for version in folder.glob("version_*"):
+        delete_folder(version)
+
+
+@contextlib.contextmanager
+def kept_current(publisher: SupervisedServers, every_s: float = KEEP_S) -> Iterator[None]:
+    """While entered, servers that come back get the newest version, from a thread."""
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(every_s):
+            try:
+                publisher.bring_back()
+            except Exception:
+                logger.exception("servers could not be brought back; this is tried again")
+
+    thread = threading.Thread(target=keep, name="servers that come back", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()  # a push that hangs has its own deadline, and ends with the process
+
+
+async def _wait_for_addresses(
+    addresses: ServerAddresses,
+    names: list[str],
+    model: Path,
+    timeout_s: float,
+    is_stopped: Callable[[], bool],
+    find_end: Callable[[], str | None],
+) -> list[str]:
+    """The addresses of all servers once each answers: within `timeout_s` of the policy that they
+    serve, which is there within `MODEL_S`. Raises Interrupted once `is_stopped`, EngineDeadError
+    with what `find_end` says, and InferenceError at a deadline."""
+    clock = asyncio.get_running_loop().time
+    began, answer_by = clock(), None
+    while True:
+        urls = {name: url for name in names if (url := addresses.read(name)) is not None}
+        healthy = [name for name, url in urls.items() if await asyncio.to_thread(_is_healthy, url)]
+        if len(healthy) == len(names):
+            return [urls[name] for name in names]
+        if is_stopped():
+            raise Interrupted
+        if (end := find_end()) is not None:
+            raise EngineDeadError(end)
+        if answer_by is None and model.is_dir():
+            answer_by = clock() + timeout_s
+        if answer_by is None and clock() > began + MODEL_S:
+            raise InferenceError(f"{model} did not appear within {MODEL_S / 3600:g} hours; has the trainer ended?")
+        if answer_by is not None and clock() > answer_by:
+            missing = [name for name in names if name not in healthy]
+            raise InferenceError(
+                f"{', '.join(missing)} did not answer within {timeout_s:g} s of the policy; see workers/{missing[0]}.log in the run's "
+                "folder, and raise inference.timeout_s if it only takes long"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return BlockingHttp({}).request("GET", f"{url}/health", timeout_s=HEALTH_TIMEOUT_S).status == 200
+    except (InferenceError, ConfigError):
+        return False
