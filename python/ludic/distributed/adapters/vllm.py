@@ -37,10 +37,10 @@ from ludic.distributed.push.manifest import (
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import PublishError
 from ludic.inference.client import PolicyPublisher, Publisher, PushTarget, Version, Weights, WeightSource, as_publisher
+from ludic.user_objects import forward_members
 
 if TYPE_CHECKING:
     from torch import Tensor
-from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
 

@@ -73,8 +73,6 @@ def place(settings: SlurmSettings, allocation: Allocation) -> Placement:
     few.
     """
     nodes, gpus = tuple(allocation.nodes), tuple(range(allocation.gpus_per_node))
-    if not nodes:
-        raise ConfigError("the allocation has no nodes")
     if not settings.serve:
         return Placement(nodes, gpus)
     size, count, shared = settings.tensor_parallel, settings.data_parallel, len(nodes) == 1

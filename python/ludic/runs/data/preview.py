@@ -16,8 +16,6 @@ from ludic.recipes.epochs_schema import SFTRecipe
 from ludic.runs.data.sft import make_items, read_training_rows
 from ludic.training.types import SAWItem
 
-ROWS = 3
-"""Rows that are shown unless a number is given."""
 OPEN, CLOSE = "⟦", "⟧"
 """Around trained text where there are no colours."""
 
@@ -78,7 +76,7 @@ class Preview:
             console.print(f"An answer of a conversation ends with {self.end_of_turn!r}", highlight=False, markup=False)
 
 
-def preview(recipe: SFTRecipe, tokenizer: Any, rows: int = ROWS) -> Preview:
+def preview(recipe: SFTRecipe, tokenizer: Any, rows: int) -> Preview:
     """The samples of the first `rows` rows. The formats are the formats of all rows; only the rows
     that are shown are tokenised."""
     make = make_items(recipe, tokenizer)
