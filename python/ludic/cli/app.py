@@ -15,15 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ludic import __version__
-from ludic.cli.options import (
-    JsonOnly,
-    LearningRate,
-    PrintConfig,
-    Resume,
-    Settings,
-    read_settings,
-    report_user_errors,
-)
+from ludic.cli.options import JsonOnly, LearningRate, PrintConfig, Resume, Settings, read_settings, report_user_errors
 from ludic.runs.exit_status import find_rank
 from ludic.training.presets.registry import REGISTRY
 

@@ -15,13 +15,7 @@ from ludic.agents.tool_agent import ToolUse, find_tools
 from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
-from ludic.recipes.sections import (
-    CallbacksSection,
-    ControllersSection,
-    RLCallbacksSection,
-    build_info_seed,
-    check_reference,
-)
+from ludic.recipes.sections import CallbacksSection, ControllersSection, RLCallbacksSection, build_info_seed, check_reference
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.adapters import WithTools
 from ludic.tasks.code import CodeData

@@ -71,14 +71,8 @@ class GRPO(RecipeTrainer):
         super().__init__(settings_of(model, {**task_section, **settings}, **given), callbacks, own, own_tools, own_task)
 
 
-class SFT(RecipeTrainer):
-    """`ludic sft` on your own rows: conversations (`messages`), `prompt` and `completion`, `text`,
-    or the columns of Alpaca or ShareGPT. `preview()` shows which tokens of them are trained.
-
-    >>> SFT("path/to/model", rows, epochs=2).train()
-    """
-
-    kind = SFTDirectory
+class _RowsTrainer(RecipeTrainer):
+    """Trains on rows with the settings of a command alone."""
 
     @with_short_errors
     @without_trl_names
@@ -92,8 +86,18 @@ class SFT(RecipeTrainer):
         **settings: Any,
     ) -> None:
         """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
-        settings of `ludic sft`."""
+        settings of the command."""
         super().__init__(_over_rows(model, dataset, eval_dataset, settings), callbacks)
+
+
+class SFT(_RowsTrainer):
+    """`ludic sft` on your own rows: conversations (`messages`), `prompt` and `completion`, `text`,
+    or the columns of Alpaca or ShareGPT. `preview()` shows which tokens of them are trained.
+
+    >>> SFT("path/to/model", rows, epochs=2).train()
+    """
+
+    kind = SFTDirectory
 
     def preview(self, rows: int = 3) -> None:
         """Print the first rows as they would be trained on: after the chat template, with the
@@ -131,28 +135,13 @@ class DPO(RecipeTrainer):
         super().__init__(_over_rows(model, dataset, eval_dataset, settings, **given), callbacks)
 
 
-class RewardModel(RecipeTrainer):
+class RewardModel(_RowsTrainer):
     """`ludic train-rm` on your own pairs: `prompt`, `chosen` and `rejected`.
 
     >>> RewardModel("path/to/model", rows).train()
     """
 
     kind = RMDirectory
-
-    @with_short_errors
-    @without_trl_names
-    def __init__(
-        self,
-        model: str | Path | None,
-        dataset: Rows,
-        *,
-        eval_dataset: Rows | None = None,
-        callbacks: Sequence[Callback] = (),
-        **settings: Any,
-    ) -> None:
-        """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
-        settings of `ludic train-rm`."""
-        super().__init__(_over_rows(model, dataset, eval_dataset, settings), callbacks)
 
 
 def _over_rows(
