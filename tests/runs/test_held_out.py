@@ -2,6 +2,7 @@
 questions, and `ludic eval` of the run repeats its numbers."""
 
 import json
+from dataclasses import asdict
 from random import Random
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_failing_problem_is_not_a_wrong_answer_and_does_not_shift_the_others()
         (second["question"], second["answer"], 1.0),
         (third["question"], third["answer"], 0.0),
     ]
-    assert Evaluation.from_dict(found.to_dict()) == found
+    assert Evaluation.from_dict(asdict(found)) == found
     assert play(held_out.eval())[1]["num_failed_episodes"] == 3.0
 
 

@@ -599,10 +599,9 @@ def server(
 )
 def trainer(run: _Run) -> int:
     from ludic.runs.command import RunCommand
-    from ludic.runs.directory import DIRECTORIES, RunDirectory
+    from ludic.runs.directory import DIRECTORIES, RunDirectory, is_run
 
-    folder = RunDirectory(run)
-    name = folder.read_progress().command if folder.is_run else RunDirectory.command
+    name = RunDirectory(run).read_progress().command if is_run(run) else RunDirectory.command
     return RunCommand(DIRECTORIES.get(name, RunDirectory), resume=run, is_placed=True).execute()
 
 

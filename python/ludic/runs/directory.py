@@ -165,7 +165,7 @@ class RunDirectory:
         """Open the folder of a run to read it, without a lock. Raises CheckpointError if another
         command made it."""
         directory = cls(path)
-        if not directory.is_run:
+        if not is_run(path):
             raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
         made_by = directory.read_progress().command
         if made_by != cls.command:
@@ -194,11 +194,6 @@ class RunDirectory:
         """Unlock the folder, so that another process can resume the run."""
         if self._lock is not None:
             self._lock.release()
-
-    @property
-    def is_run(self) -> bool:
-        """Whether a run was begun in the folder."""
-        return self.config.is_file() and self._progress.is_file()
 
     @property
     def has_all_weights(self) -> bool:
@@ -356,6 +351,11 @@ DIRECTORIES: dict[str, type[RunDirectory]] = {
     kind.command: kind for kind in (RunDirectory, SFTDirectory, RMDirectory, DPODirectory)
 }
 """Command to the folder of its runs."""
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run was begun in the folder."""
+    return (path / "config.yaml").is_file() and (path / "progress.json").is_file()
 
 
 def run_path(output: str, name: str | None, default_name: str) -> Path:

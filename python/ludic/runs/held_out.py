@@ -93,9 +93,6 @@ class Evaluation:
         unmarked = [replace(answer, success=None) for answer in self.answers]
         return replace(self, greedy_accuracy=None, solved_at=None, sampled_right=None, answers=unmarked)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Evaluation:
         return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]]})

@@ -16,7 +16,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json
 from ludic.files.json_values import is_finite
 from ludic.recipes.compose import read_yaml
-from ludic.runs.directory import DONE
+from ludic.runs.directory import DONE, is_run
 from ludic.runs.lock import LAUNCH_LOCK, is_locked
 
 RUNNING = "running"
@@ -76,11 +76,6 @@ class RunRecord:
         measured."""
         name = next((name for name in HELD_OUT if name in self.before or name in self.after), None)
         return None if name is None else (name, self.before.get(name), self.after.get(name))
-
-
-def is_run(path: Path) -> bool:
-    """Whether a run was begun in the folder."""
-    return (path / "config.yaml").is_file() and (path / "progress.json").is_file()
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ludic.errors import CheckpointError
@@ -338,7 +338,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         self.screen.note(f"  {rates}")
         if measured.failed:
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
-        return measured.to_dict()
+        return asdict(measured)
 
     def _make_engine(self, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
         return make_engine(
