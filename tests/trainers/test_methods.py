@@ -352,10 +352,10 @@ def test_tracebacks_of_wrong_input_end_at_the_users_line(model: Path) -> None:
     with pytest.raises(ConfigError, match="tempo") as caught:
         GRPO(model, digits, ROWS, tempo=3)
     frames = [entry.path.name for entry in caught.traceback]
-    assert (frames, caught.value.__cause__, caught.value.__suppress_context__) == (["test_methods.py", "errors.py"], None, True)
+    assert (frames, caught.value.__cause__, caught.value.__suppress_context__) == (["test_methods.py", "base.py"], None, True)
     with pytest.raises(ConfigError, match="must be at least") as caught:
         GRPO(model, digits, ROWS, **{**SMALL, "task.args.num_heldout": 0}).train()
-    assert [entry.path.name for entry in caught.traceback] == ["test_methods.py", "errors.py"]
+    assert [entry.path.name for entry in caught.traceback] == ["test_methods.py", "base.py"]
 
 
 def test_the_name_of_an_earlier_run_is_refused_before_the_model_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
