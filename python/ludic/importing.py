@@ -46,7 +46,7 @@ MOVED = {
     "ludic.rollouts.training.datasets.sft": "ludic.rollouts.training.datasets.dataset_loaders",
     "ludic.rollouts.training.filters": "ludic.training.rollouts.group_filters",
     "ludic.rollouts.training.weight_sync": "ludic.distributed.engines",
-    "ludic.training.backend.futures": "ludic.training.backend.protocol",
+    "ludic.training.backend.futures": "ludic.event_loop",
     "ludic.training.batching.intra_batch_control": "ludic.training.rollouts.requests",
     "ludic.training.batching.micro_batching": "ludic.training.batching.packing",
     "ludic.training.batching.requests_from_dataset": "ludic.training.rollouts.requests",

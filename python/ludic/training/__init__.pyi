@@ -1,4 +1,5 @@
 from ludic.errors import RequestsExhausted as RequestsExhausted
+from ludic.event_loop import TrainFuture as TrainFuture
 from ludic.models.lora import (
     LoraSettings as LoraSettings,
     apply_lora as apply_lora,
@@ -11,7 +12,7 @@ from ludic.training.algorithm import (
     filter_zero_variance_groups as filter_zero_variance_groups,
     validate_actor_logps as validate_actor_logps,
 )
-from ludic.training.backend.protocol import TrainFuture as TrainFuture, TrainingBackend as TrainingBackend
+from ludic.training.backend.protocol import TrainingBackend as TrainingBackend
 from ludic.training.backend.torch import TorchBackend as TorchBackend
 from ludic.training.batching.offline import (
     OfflineBatchSource as OfflineBatchSource,

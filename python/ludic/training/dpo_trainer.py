@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, ConfigTypeError
+from ludic.event_loop import TrainFuture
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.sharding import is_sharded
 from ludic.models.wrappers import has_adapters, unwrap_model
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import as_forward_passes, forward_action_logprobs
-from ludic.training.backend.protocol import ForwardPasses, TrainFuture, TrainingBackend, with_defaults
+from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import MicroBatch, Rows

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError, DataError, shorten_names
-from ludic.event_loop import await_if_needed
+from ludic.event_loop import TrainFuture, await_if_needed
 from ludic.files.atomic import name_aside
 from ludic.files.manifest import HASH
 from ludic.models.loading import load_model
@@ -38,7 +38,7 @@ from ludic.models.wrappers import has_adapters, unwrap_model
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import ModelPasses, forward_action_logprobs
-from ludic.training.backend.protocol import ForwardPasses, TrainFuture, TrainingBackend, with_defaults
+from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import MicroBatch
 from ludic.training.batching.rank_plans import RankShare

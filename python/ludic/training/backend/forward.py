@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
+from ludic.event_loop import TrainFuture
 from ludic.inference.local.sampler import nucleus
 from ludic.models.lora import adapters_off
 from ludic.models.output_layer import OutputLayer
@@ -28,7 +29,7 @@ from ludic.models.sharding import gather_tensor, unshard
 from ludic.models.wrappers import evaluation_mode, unwrap_model
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss, forward_logits
 from ludic.training.backend.precision import autocast
-from ludic.training.backend.protocol import ForwardPasses, TrainFuture
+from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.packing import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import Loss, SharedContext

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from ludic.errors import BackendStoppedError
-from ludic.training.backend.protocol import TrainFuture
+from ludic.event_loop import TrainFuture
 
 T = TypeVar("T")
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
+from ludic.event_loop import TrainFuture
 from ludic.models.adapters import check_frozen
 from ludic.models.heads import find_head_parts, is_in_module
 from ludic.models.names import HEAD_NAMES
@@ -44,7 +45,7 @@ from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses, trains_without_logits
 from ludic.training.backend.memory import FreedMemory, MemoryProfile
 from ludic.training.backend.precision import MasterWeights, autocast, check_precision
-from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches, TrainFuture
+from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.weight_stream import WeightStream

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ludic.errors import CheckpointError
+from ludic.event_loop import TrainFuture
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.protocol import TrainFuture, TrainingBackend, with_defaults
+from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.batching.overlapped import PENDING, STATES_AFTER
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.checkpoint import CheckpointManager

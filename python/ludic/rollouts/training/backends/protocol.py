@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from ludic.errors import ConfigError, ConfigTypeError
-from ludic.event_loop import await_if_needed
-from ludic.training.backend.protocol import BackwardResult, MicroBatches, TrainFuture
+from ludic.event_loop import TrainFuture, await_if_needed
+from ludic.training.backend.protocol import BackwardResult, MicroBatches
 from ludic.training.batching.packing import MicroBatch
 from ludic.training.loss import BatchTotals
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError, DataError
+from ludic.event_loop import TrainFuture
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import PICKLED
 from ludic.models.regions import make_slices
@@ -30,7 +31,7 @@ from ludic.rollouts.training.backends.columns import (
 )
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.protocol import MicroBatches, TrainFuture
+from ludic.training.backend.protocol import MicroBatches
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.packing import MicroBatch

@@ -8,7 +8,7 @@ from concurrent.futures import InvalidStateError
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.training.backend.protocol import ImmediateTrainFuture, TrainFuture, wait_all
+from ludic.event_loop import ImmediateTrainFuture, TrainFuture, wait_all
 
 
 def test_a_result_of_none_is_a_result():
