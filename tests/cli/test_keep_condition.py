@@ -71,12 +71,12 @@ def test_any_text_is_parsed_or_refused(text):
 
 
 def test_the_error_shows_the_position():
-    with pytest.raises(ConfigError, match=r'expected "and" or the end at character 10'):
+    with pytest.raises(ConfigError, match=r'expected "and" .*character 10'):
         Keep.parse("reward>0 or length>1")
 
 
 def test_a_missing_key_is_an_error_and_not_false():
-    with pytest.raises(DataError, match=r"no number 'rewards'; it has reward, .*completion_tokens, right, policy_version"):
+    with pytest.raises(DataError, match=r"no number 'rewards'; .*reward, .*completion_tokens, right, policy_version"):
         Keep.parse("rewards>0")(rollout(right=True))
     with pytest.raises(DataError, match="no number 'name'"):
         Keep.parse("name>0")(rollout())

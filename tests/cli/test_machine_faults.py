@@ -322,7 +322,7 @@ def test_a_missing_local_model_is_not_looked_up_on_the_hub(tmp_path: Path, monke
     looked_up: list[object] = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: looked_up.append(address) or [])
     for load in (load_tokenizer, lambda source: load_model(source, "float32")):
-        with pytest.raises(ConfigError, match=r"runs/firts does not exist; did you mean runs/first\?"):
+        with pytest.raises(ConfigError, match=r"runs/firts .*did you mean runs/first\?"):
             load("runs/firts")
         with pytest.raises(ConfigError, match="file is a file"):
             load("file")

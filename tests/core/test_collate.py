@@ -146,7 +146,7 @@ def test_the_longest_line_includes_all_samples_that_share_it() -> None:
 
 @pytest.mark.parametrize("slots", [0, -1, 1025, 2**40, 2**62, 2**70])
 def test_an_arena_has_from_1_to_1024_slots(slots: int) -> None:
-    with pytest.raises(ConfigError, match=r"slots \(-?\d+\) must be from 1 to 1024"):
+    with pytest.raises(ConfigError, match=r"slots \(-?\d+\) .*1 to 1024"):
         _core.Arena(slots)
 
 
@@ -219,7 +219,7 @@ def test_tensors_are_read_through_their_arrays() -> None:
 def test_a_batch_that_only_padding_makes_too_large_can_be_packed() -> None:
     table = table_of(*[1] * 3000, 1 << 20)
     assert table.collate_padding_free(range(3001))["input_ids"].shape == (1, 1_051_576)
-    with pytest.raises(DataError, match="a batch of 3001 rows by 1048576 tokens"):
+    with pytest.raises(DataError, match="3001 rows by 1048576 tokens"):
         table.collate(range(3001), 0)
 
 

@@ -166,7 +166,7 @@ def test_attention_masks_accept_values_equal_to_one_and_otherwise_need_integers(
     for ones in ([1.0, 1.0, 1.0], [True, True, True], [1, 1.0, np.int64(1)]):
         table = _core.SampleTable.from_items([replace(SAMPLE, attention_mask=ones)])
         assert table.collate([0], 0)["attention_mask"].tolist() == [[1, 1, 1]]
-    with pytest.raises(DataTypeError, match=r"attention_mask\[0\] is 1.0 \(float\), but must be an integer"):
+    with pytest.raises(DataTypeError, match=r"attention_mask\[0\] is 1.0 \(float\).*integer"):
         _core.SampleTable.from_items([replace(SAMPLE, attention_mask=[1.0, 1.0, 0.0])])
 
 

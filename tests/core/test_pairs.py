@@ -48,7 +48,7 @@ def test_the_documented_example_has_two_micro_batches() -> None:
 
 
 def test_a_budget_for_one_row_is_too_small_for_a_pair() -> None:
-    with pytest.raises(BudgetError, match=r"micro_token_budget \(9\) must be >= 2 \* the longest pair \(5\)"):
+    with pytest.raises(BudgetError, match=r"micro_token_budget \(9\) .*longest pair \(5\)"):
         _core.plan_pairs(int32([5, 4]), np.array([[0, 1]]), 9)
     assert len(_core.plan_pairs(int32([5, 4]), np.array([[0, 1]]), 10)) == 1
 
@@ -108,7 +108,7 @@ def test_the_id_1_and_the_id_text_1_are_different_pairs() -> None:
 
 def test_an_incomplete_pair_is_an_error_when_it_may_not_be_dropped() -> None:
     assert _core.group_pairs(["a"], ["chosen"])[1] == ["a"]
-    with pytest.raises(DataError, match='Incomplete preference pair "a": it has only its chosen sample'):
+    with pytest.raises(DataError, match='pair "a".* only its chosen sample'):
         _core.group_pairs(["a"], ["chosen"], drop_incomplete=False)
 
 

@@ -243,7 +243,7 @@ def test_items_are_split_according_to_the_plan(workload: tuple[list[int], int]) 
 
 @pytest.mark.parametrize("surplus", [-1, 1])
 def test_the_number_of_items_must_equal_the_number_of_planned_samples(surplus: int) -> None:
-    with pytest.raises(DataError, match=r"items \(\d\) and the plan's samples \(3\) must be equally long"):
+    with pytest.raises(DataError, match=r"items \(\d\) .*samples \(3\) .*equally long"):
         _core.plan_greedy(int32([1, 2, 3]), 9).split(["item"] * (3 + surplus))
 
 
@@ -252,7 +252,7 @@ def test_lengths_are_read_from_the_sequences() -> None:
     assert _core.lengths_of([]).dtype == np.int32
     with pytest.raises(DataError, match="exceeds 2"):
         _core.lengths_of([range(2**31)])
-    with pytest.raises(DataTypeError, match=r"sequences\[1\] is not a sequence: .*has no len"):
+    with pytest.raises(DataTypeError, match=r"sequences\[1\] .*has no len"):
         _core.lengths_of([[1], 3])
     assert _core.lengths_of(([1, 2], [3])).tolist() == [2, 1]
 
@@ -261,7 +261,7 @@ def test_the_error_of_an_invalid_index_says_so() -> None:
     lengths = int32([4, 4, 4])
     for plan in (_core.plan_greedy(lengths, 4), _core.plan_ranks(lengths, 4, 1)[0]):
         for index in (slice(0, 2), "0", 1.0, None):
-            with pytest.raises(DataTypeError, match=r"micro-batch index is .*; for a slice, use list\(plan\)"):
+            with pytest.raises(DataTypeError, match=r"micro-batch index .*list\(plan\)"):
                 plan[index]  # type: ignore[index]
         for huge in (2**70, -(2**70)):
             with pytest.raises(IndexError, match=f"micro-batch index {huge} is out of range"):
@@ -270,7 +270,7 @@ def test_the_error_of_an_invalid_index_says_so() -> None:
 
 @pytest.mark.parametrize("value", ["chosen", 3, None, {"a": 1}, np.zeros(3)])
 def test_objects_that_are_not_lists_are_refused(value: Any) -> None:
-    with pytest.raises(DataTypeError, match=r"items is a \w+, but must be a list"):
+    with pytest.raises(DataTypeError, match=r"items is a \w+, .*a list"):
         _core.plan_greedy(int32([1, 2, 3]), 9).split(value)
-    with pytest.raises(DataTypeError, match=r"sequences is a \w+, but must be a list"):
+    with pytest.raises(DataTypeError, match=r"sequences is a \w+, .*a list"):
         _core.lengths_of(value)

@@ -156,19 +156,19 @@ def test_nan_propagates_to_the_result() -> None:
 
 def test_the_error_of_an_unhashable_rollout_id_names_it() -> None:
     records = [{"rollout_id": "r0", "hit": True}, {"rollout_id": ["r1"], "hit": True}]
-    with pytest.raises(DataTypeError, match=r"record 1: rollout_id is \['r1'\], but must be hashable") as caught:
+    with pytest.raises(DataTypeError, match=r"record 1: rollout_id is \['r1'\], .*hashable") as caught:
         _core.reduce_records(records, [("count_true", "hit", "rollouts")], 2, 2)
     assert isinstance(caught.value.__cause__, TypeError)
 
 
 def test_the_error_of_a_value_without_a_truth_value_names_it() -> None:
-    with pytest.raises(DataTypeError, match=r"record 0: hits is array\(\[1, 0\]\), but count_true takes") as caught:
+    with pytest.raises(DataTypeError, match=r"record 0: hits is array\(\[1, 0\]\), .*count_true") as caught:
         _core.reduce_records([{"hits": np.array([1, 0])}], [("count_true", "hits", None)], 1, 1)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_records_that_are_not_iterable_are_refused() -> None:
-    with pytest.raises(DataTypeError, match="records is a int, but must be a sequence of mappings"):
+    with pytest.raises(DataTypeError, match="records is a int, .*sequence of mappings"):
         _core.reduce_records(3, [], 1, 1)  # type: ignore[arg-type]
 
 

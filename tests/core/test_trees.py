@@ -70,7 +70,7 @@ def test_half_a_pair_and_a_budget_for_one_sample_are_refused():
     table = table_of([[1, 2, 9], [1, 2, 8]])
     with pytest.raises(DataError, match="indices has length 1"):
         table.plan_trees([0], 9, paired=True)
-    with pytest.raises(BudgetError, match=r"micro_token_budget \(5\) must be >= 2 \* the longest pair \(3\)"):
+    with pytest.raises(BudgetError, match=r"micro_token_budget \(5\) .*longest pair \(3\)"):
         table.plan_trees([0, 1], 5, paired=True)
     assert table.plan_trees([], 5, paired=True)[2].tolist() == [0]
 
@@ -83,9 +83,9 @@ def test_what_cannot_be_planned_is_refused():
         table.plan_trees([0, 1], 9, -1)
     with pytest.raises(DataError, match="index 2 is outside"):
         table.plan_trees([0, 2], 9)
-    with pytest.raises(ConfigError, match=r"shared \(3\) must be from 0 to 2"):
+    with pytest.raises(ConfigError, match=r"shared \(3\) .*0 to 2"):
         table.collate_trees([0, 1], [0, 3])
-    with pytest.raises(ConfigError, match=r"shared \(1\) must be from 0 to 0"):
+    with pytest.raises(ConfigError, match=r"shared \(1\) .*0 to 0"):
         table.collate_trees([0, 1], [1, 0])
     with pytest.raises(DataError, match="shared has length 1"):
         table.collate_trees([0, 1], [0])

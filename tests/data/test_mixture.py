@@ -74,7 +74,7 @@ def test_declared_columns_are_kept_with_the_prompt(tmp_path):
     source = write(tmp_path / "a.jsonl", 3, level=1)
     mixed = load_mixture(DataMixture([MixtureEntry(source, columns=["answer"])]), columns={"prompt": ["prompt"]})
     assert mixed.columns == ["prompt", "answer"]
-    with pytest.raises(ConfigError, match=r"a.jsonl has no column gold; it has prompt, answer, level"):
+    with pytest.raises(ConfigError, match=r"a.jsonl has no column gold; .*prompt, answer, level"):
         load_mixture(DataMixture([MixtureEntry(source, columns=["gold"])]))
 
 
@@ -123,14 +123,14 @@ def test_a_wrong_description_is_refused(content, message):
 def test_errors_name_the_source_and_its_row(tmp_path):
     source, chats = write(tmp_path / "a.jsonl", 3), tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"prompt": [{"role": "user", "content": "2+2?"}], "answer": 4}) + "\n")
-    with pytest.raises(ConfigError, match=r"chats.jsonl are messages and the prompts of .*a.jsonl text"):
+    with pytest.raises(ConfigError, match=r"chats.jsonl are messages .*a.jsonl text"):
         load_mixture(DataMixture([MixtureEntry(source), MixtureEntry(str(chats))]))
-    with pytest.raises(ConfigError, match=r"the weight of .*a.jsonl \(0.1\) takes none of its 3 rows"):
+    with pytest.raises(ConfigError, match=r"weight of .*a.jsonl \(0.1\) .*3 rows"):
         load_mixture(DataMixture([MixtureEntry(source, weight=0.1)]))
     broken = tmp_path / "b.jsonl"
     broken.write_text('{"prompt": "x", "answer": " "}\n')
     data = {"datasets": [{"id": source}, {"id": str(broken)}]}
-    with pytest.raises(DataError, match=r"b.jsonl, line 1: the right answer is empty"):
+    with pytest.raises(DataError, match=r"b.jsonl, line 1: .*answer is empty"):
         DataTask(data, "pure_accuracy_math")
     with pytest.raises(ConfigError, match=r"data \(\['a'\]\) must be a file"):
         DataTask(["a"], REWARD)

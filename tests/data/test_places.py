@@ -52,7 +52,7 @@ def test_a_hub_id_does_not_count_as_local(source):
 @pytest.mark.parametrize("source", ["runs/nosuch", "here/nosuch", "nosuch.gguf"])
 def test_missing_models_are_reported_immediately(source):
     for load in (lambda: load_model(source, "float32"), lambda: load_reward_model(source)):
-        with pytest.raises(ConfigError, match=rf"{source} does not exist; give a folder with config\.json"):
+        with pytest.raises(ConfigError, match=rf"{source} does not exist; .*config\.json"):
             load()
 
 

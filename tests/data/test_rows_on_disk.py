@@ -78,7 +78,7 @@ def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path):
     loaded = load_data(source, kind="prompt", streaming=True)
     write(tmp_path / "rows.jsonl", [{"prompt": "longer"}, {"prompt": "b"}])
     for read in (lambda: loaded[1], lambda: list(loaded)):
-        with pytest.raises(DataError, match=r"rows\.jsonl was changed while it was in use; put the old content back and resume"):
+        with pytest.raises(DataError, match=r"rows\.jsonl was changed .*resume"):
             read()
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_taken_away_is_an_error(tmp_path):
     loaded = load_data(source, kind="prompt", streaming=True)
     Path(source).rename(tmp_path / "moved.jsonl")
     with pytest.raises(
-        DataError, match=r"rows\.jsonl cannot be read any more \(No such file or directory\); put it back and resume"
+        DataError, match=r"rows\.jsonl .*No such file or directory.*resume"
     ):
         loaded[0]
 

@@ -43,13 +43,13 @@ def test_without_scores_the_label_says_which_is_better():
         "so",
         "thus",
     ]
-    with pytest.raises(DataError, match=r"shp.jsonl, line 1: its label \(None\) must be 1"):
+    with pytest.raises(DataError, match=r"shp.jsonl, line 1: .*label \(None\) must be 1"):
         preferences(plain)
 
 
 @pytest.mark.parametrize("score", ["high", None, float("nan"), True])
 def test_the_error_of_scores_that_are_not_numbers_names_them(score):
-    with pytest.raises(DataError, match=r"shp.jsonl, line 1: the scores of its responses .* must be two numbers"):
+    with pytest.raises(DataError, match=r"shp.jsonl, line 1: .*scores .*two numbers"):
         preferences(row(score_a=score))
 
 
