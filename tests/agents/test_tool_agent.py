@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import re
 import sys
 import threading
 
@@ -63,12 +64,12 @@ async def times_out():
     [
         (call("nothing"), "Error: Tool nothing not found."),
         (call("add", "{not json"), "Error executing tool add: JSONDecodeError"),
-        (call("add", "[1, 2]"), "Error executing tool add: DataError: the arguments must be a JSON object, got [1, 2]"),
+        (call("add", "[1, 2]"), "add: DataError: the arguments must be a JSON object, got [1, 2]"),
         (call("add", '{"a": 1}'), "missing 1 required positional argument: 'b'"),
         (call("add", '{"a": 1, "b": 2, "c": 3}'), "unexpected keyword argument 'c'"),
         (call("stops"), "Error executing tool stops"),
         (call("leaves"), "Error executing tool leaves: SystemExit: 3"),
-        (call("times_out"), "Error executing tool times_out: TimeoutError: the server did not answer"),
+        (call("times_out"), "Error executing tool times_out: TimeoutError"),
         ({"function": {"name": "add"}}, "missing 2 required positional arguments"),
         ({}, "Error: Tool  not found."),
     ],
@@ -100,7 +101,7 @@ def test_a_hanging_tool_is_abandoned_at_its_deadline(kind):
     tool = hangs if kind == "async" else hangs_too
     (text,) = results(agent(tool, tool_timeout_s=0.02), call(tool.__name__))
     release.set()
-    assert text == f"Error executing tool {tool.__name__}: ToolTimeoutError: no result within 0.02 s"
+    assert re.search(rf"{tool.__name__}: ToolTimeoutError: .*0\.02 s$", text)
 
 
 def test_hanging_tools_block_neither_other_tools_nor_the_end_of_the_program():

@@ -3,6 +3,7 @@ naive implementation would report as text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Optional
@@ -108,7 +109,7 @@ def test_an_unresolvable_annotation_does_not_affect_the_others(caplog):
     def tool(a: int, b: Elsewhere): ...  # noqa: F821
 
     assert schema_of(tool)[0] == {"a": {"type": "integer"}, "b": {"type": "string"}}
-    assert "parameter b of tool tool is shown to the model as a string" in caplog.text
+    assert re.search("parameter b of tool tool .*a string", caplog.text)
 
 
 class Store:

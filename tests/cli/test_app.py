@@ -1,6 +1,7 @@
 """Versions, flags, invalid folders and exit statuses of the command line."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -47,7 +48,7 @@ def test_an_output_folder_that_cannot_be_created_is_a_one_line_error(tiny, comma
     small = [argument for argument in tiny if argument.startswith(("network.", "threads"))]
     given = ["sort", "model=x", "base_url=http://127.0.0.1:9/v1", "problems=1"] if command == "eval" else [*small, "steps=1"]
     shown = ludic(command, *given, "output=/proc/nope", code=2)
-    assert "cannot be made (/proc/nope: No such file or directory); set output=FOLDER elsewhere" in shown
+    assert re.search(r"\(/proc/nope: No such file.*output=FOLDER", shown)
 
 
 def test_the_learning_rate_has_a_flag_in_every_training_command():
@@ -58,10 +59,8 @@ def test_the_learning_rate_has_a_flag_in_every_training_command():
 
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_flags_of_other_libraries_are_refused_with_the_equivalent_setting(command):
-    assert "there is no flag --learning-rate; settings are written key=value; it is called trainer.lr" in ludic(
-        command, "--learning-rate", "1e-5", code=2
-    )
-    assert "there is no flag --sed; settings are written key=value; did you mean seed?" in ludic(command, "--sed=3", code=2)
+    assert re.search(r"no flag --learning-rate; .*key=value; .*trainer\.lr", ludic(command, "--learning-rate", "1e-5", code=2))
+    assert re.search(r"no flag --sed; .*key=value; did you mean seed\?", ludic(command, "--sed=3", code=2))
 
 
 def test_train_rm_also_accepts_the_usual_learning_rate_flag():
@@ -82,8 +81,8 @@ def test_the_error_of_a_run_without_a_task_names_its_kind(tmp_path, monkeypatch,
     """Regression test: the error was about an unknown setting 'heldout'."""
     monkeypatch.chdir(tmp_path)
     shown = ludic(*command, folder(tmp_path / "chats", "sft"), code=2)
-    assert "is a run of `ludic sft`, which has no task; say which, such as: sort model=" in shown
-    assert "a reward model scores and does not answer" in ludic(*command, folder(tmp_path / "rm", "train-rm"), code=2)
+    assert re.search("a run of `ludic sft`, .*: sort model=", shown)
+    assert "scores and does not answer" in ludic(*command, folder(tmp_path / "rm", "train-rm"), code=2)
     assert "has no model yet; resume it with" in ludic(*command, folder(tmp_path / "begun", "train", model=False), code=2)
 
 
@@ -99,7 +98,7 @@ def test_the_exit_status_is_2_for_every_invalid_argument(tmp_path, monkeypatch):
 
 def test_a_run_and_an_evaluation_print_the_path_of_the_model(tiny, tmp_path):
     assert "On cpu, 1 threads, float32" in ludic("train", *tiny, "steps=0", "warmup.steps=0")
-    assert "episodes on cpu, 1 threads, float32, writing to" in ludic("eval", tmp_path / "run", "problems=1", "k=1")
+    assert "episodes on cpu, 1 threads, float32" in ludic("eval", tmp_path / "run", "problems=1", "k=1")
 
 
 def test_the_error_of_a_device_is_about_the_model_and_not_the_setting():
@@ -112,7 +111,7 @@ def test_early_stopping_on_an_unmeasured_metric_is_refused_before_the_run(tiny, 
     """Regression test: it failed at the first evaluation, after the warm-up."""
     given = [*tiny, f"{section}.early_stopping_patience=2", f"{section}.eval_every_n_steps=1"]
     shown = ludic("train", *given, f"{section}.early_stopping_metric=eval_loss", code=2)
-    assert f"{section}.early_stopping_metric (eval_loss) is not measured by ludic train" in shown
+    assert re.search(rf"{section}\.early_stopping_metric \(eval_loss\) .*ludic train", shown)
     assert "sampled_reward, greedy_accuracy" in shown
     assert not (tmp_path / "run").exists()
 
@@ -129,7 +128,7 @@ def test_a_run_reports_that_early_stopping_ended_it(tiny, tmp_path):
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["stopped_early"]) == (2, True)
-    assert "Early stopping ended the run at step 2 of 8" in shown
+    assert "ended the run at step 2 of 8" in shown
 
 
 def test_a_callback_ends_a_run_and_its_reason_is_in_the_summary(tiny, tmp_path):
@@ -144,8 +143,8 @@ def test_a_callback_ends_a_run_and_its_reason_is_in_the_summary(tiny, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["stopped_early"]) == ("finished", 2, True)
     assert (summary["stopped_by"]["callback"], summary["stopped_by"]["of_steps"]) == ("stop_on eval/sampled_reward", 8)
-    assert "Stopped at step 2 of 8 by stop_on eval/sampled_reward: eval/sampled_reward was not better than" in shown
-    assert "stop_on eval/sampled_reward ended the run at step 2 of 8" in shown
+    assert re.search("step 2 of 8 by stop_on eval/sampled_reward: .*not better", shown)
+    assert re.search("stop_on eval/sampled_reward .*step 2 of 8", shown)
     assert shown.count("Completions of step 2") == 1
     checkpoints = tmp_path / "run" / "checkpoints" / "reinforce"
     assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_000001", "step_000002"]
@@ -157,9 +156,9 @@ def test_a_callback_ends_a_run_and_its_reason_is_in_the_summary(tiny, tmp_path):
     [
         (
             ["callbacks.keep_best=sampled_reward"],
-            "there are none; set eval_every_n_steps (in a recipe trainer.eval_every_n_steps)",
+            "set eval_every_n_steps (in a recipe trainer.eval_every_n_steps)",
         ),
-        (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "reads loss, which this run does not measure"),
+        (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "reads loss, which this run"),
         (["callbacks.stop.at=1"], "callbacks.stop.at (1.0) needs callbacks.stop.metric; set that too"),
         (["callbacks.own=json:dumps"], "callbacks.own (json:dumps)"),
         (["callbacks.own=3"], "callbacks.own (3) must be package.module:name"),
@@ -183,4 +182,4 @@ def test_a_run_without_held_out_rows_explains_why(tiny, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = [argument for argument in tiny if argument.startswith(("network.", "threads", "output", "name"))]
     shown = ludic("sft", *small, f"data={tmp_path / 'rows.jsonl'}", "heldout=0.1", "steps=1")
-    assert "each of the 2 different prompts is in 10 rows or more; raise heldout to 0.5 or above" in shown
+    assert re.search(r"2 different prompts .*10 rows .*heldout to 0\.5", shown)

@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--dtype", "int8"], "--dtype (int8) must be one of"), (["--merge"], "has no adapters, so there is nothing to merge")],
+    [(["--dtype", "int8"], "--dtype (int8) must be one of"), (["--merge"], "has no adapters")],
 )
 def test_wrong_settings_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
     result = export(make_run(tmp_path / "run", tiny_model()), tmp_path / "out", *arguments)
@@ -77,7 +77,7 @@ def test_wrong_settings_are_refused(arguments: list[str], message: str, tmp_path
 def test_one_of_several_checkpoints_must_be_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run", tiny_model(), steps=(2, 4))
     result = export(tmp_path / "run", tmp_path / "out")
-    assert "has 2 checkpoints; name one of them, such as" in result.output
+    assert "has 2 checkpoints; name one" in result.output
 
 
 def test_adapters_are_merged_into_the_base_of_the_run(tmp_path: Path) -> None:

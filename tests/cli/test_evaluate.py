@@ -84,7 +84,7 @@ def test_greedy_evaluation_has_one_answer_per_problem(run, tmp_path):
     given = ["sort", f"model={run / 'model'}", "threads=1", "problems=3", f"output={tmp_path}"]
     summary = json.loads(evaluate(*given, "temperature=0", "--json").stdout)
     assert (summary["temperature"], summary["samples_per_problem"], list(summary["pass_at_k"])) == (0.0, 1, ["1"])
-    assert "temperature 0 are 4 copies of one answer" in evaluate(*given, "temperature=0", "k=4", code=2).output
+    assert re.search("temperature 0 .*4 copies", evaluate(*given, "temperature=0", "k=4", code=2).output)
 
 
 class Pupil:
@@ -130,8 +130,8 @@ def test_failures_are_counted_and_are_not_wrong_answers(tmp_path):
     refused = (400, {"error": {"message": "the prompt is too long"}})
     pupil = Pupil(lambda i, j, question: refused if i in (1, 4) else completion(right(question)))
     result, _ = on_server(pupil, tmp_path, "k=1", "problems=6")
-    assert "2 of 6 episodes failed and are excluded from all means" in result.output
-    assert "accuracy would be 0.667, if all were right 1.000" in re.sub(r"\s+", " ", result.output)
+    assert re.search("2 of 6 episodes failed .*excluded", result.output)
+    assert re.search(r"accuracy would be 0\.667, .*1\.000", re.sub(r"\s+", " ", result.output))
     assert "too long" in result.output
     summary = json.loads((tmp_path / "it" / "summary.json").read_text())
     assert (summary["accuracy"]["value"], summary["accuracy"]["num_problems"]) == (1.0, 4)
@@ -175,7 +175,7 @@ def test_a_reward_function_that_forgets_answers_is_an_error_and_no_accuracy(tmp_
     given = [f"data={tmp_path / 'sums.jsonl'}", "reward=forgetful_rewards:all_right", "temperature=1"]
     with StubOpenAIServer(lambda body: completion("7")) as server:
         shown = evaluate(*given, f"base_url={server.base_url}", "k=2", "problems=1", f"output={tmp_path / 'out'}", code=2)
-    assert "reward function all_right returned 1 rewards for 2 completions" in " ".join(shown.output.split())
+    assert "all_right returned 1 rewards for 2 completions" in " ".join(shown.output.split())
     assert not list((tmp_path / "out").rglob("summary.json"))
 
 
@@ -193,7 +193,7 @@ def test_an_api_key_comes_from_the_named_variable_and_is_written_nowhere(tmp_pat
 def test_if_a_server_has_several_models_one_must_be_named(tmp_path):
     with StubOpenAIServer(Pupil(lambda i, j, question: completion("1")), models=("a", "b")) as server:
         given = [f"base_url={server.base_url}", f"output={tmp_path}", "problems=1", "k=1"]
-        assert "offers 2 models (a, b); say which with model=NAME" in evaluate(*given, code=2).output
+        assert re.search(r"2 models \(a, b\); .*model=NAME", evaluate(*given, code=2).output)
         evaluate(*given, "model=b")
     assert server.bodies[-1]["model"] == "b"
 
@@ -201,7 +201,7 @@ def test_if_a_server_has_several_models_one_must_be_named(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["sort"], "there is no model to evaluate; give model=FOLDER"),
+        (["sort"], "no model to evaluate; give model=FOLDER"),
         (["sort", "model=/nowhere/at/all"], "give a folder with config.json"),
         (["temprature=1"], "of an evaluation: temperature"),
         (["trainer.learning=1"], "there is no setting 'trainer.learning'"),
@@ -227,7 +227,7 @@ def test_a_missing_number_of_problems_is_reported(run, tmp_path):
     (summary,) = tmp_path.glob("*/summary.json")
     there = json.loads(summary.read_text())["num_problems"]
     assert there < 100000
-    assert f"The task has only {there} held-out problems, not 100000" in shown
+    assert f"only {there} held-out problems, not 100000" in shown
 
 
 def test_of_your_own_problems_more_can_be_held_out():

@@ -96,7 +96,7 @@ def test_a_page_of_nothing_or_too_much_is_refused(folder):
         make_run(folder / "many" / f"run{number}")
     for wrong, said in (
         ([str(folder / "nothing")], "there is no folder"),
-        ([str(folder / "many"), str(folder / "a")], "25 runs are too many for one page"),
+        ([str(folder / "many"), str(folder / "a")], "25 runs are too many"),
         ([str(folder / "a"), "-o", str(folder)], "is a folder; name a file"),
     ):
         result = CliRunner().invoke(app, ["view", *wrong])

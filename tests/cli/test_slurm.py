@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shlex
 
 import pytest
@@ -64,10 +65,8 @@ def test_the_batch_of_a_flat_file_is_that_of_the_jobs_ranks(tmp_path, caplog):
     assert "a step: 2 problems x 8 answers" in slurm("m.yaml", "--gpus-per-node", "8")[1]
     code, output = slurm("m.yaml", "--gpus-per-node", "3")
     assert code != 0
-    assert "is 6 answers, which num_generations (8) does not divide" in " ".join(output.replace("│", " ").split())
-    assert "must be one of ddp, fsdp, zero2, zero3" in " ".join(
-        slurm("sort", "--accelerator", "tpu")[1].replace("│", " ").split()
-    )
+    assert re.search(r"is 6 answers, .*num_generations \(8\)", " ".join(output.replace("│", " ").split()))
+    assert "one of ddp, fsdp, zero2, zero3" in " ".join(slurm("sort", "--accelerator", "tpu")[1].replace("│", " ").split())
 
 
 def test_the_variables_of_other_launchers_name_recipe_and_model(tmp_path, monkeypatch):
@@ -123,25 +122,25 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sort", "model=here", "--dp", "2"], "--dp and --tp are of servers, which this job does not start"),
+        (["sort", "model=here", "--dp", "2"], "--dp and --tp are of servers"),
         (
             [*SERVED, "inference.url=http://127.0.0.1:1", "--tp", "2"],
-            "--dp and --tp are of servers, which this job does not start",
+            "--dp and --tp are of servers",
         ),
-        (["sort", "inference=vllm"], "a server needs a model that is on disk or on the hub"),
+        (["sort", "inference=vllm"], "a server needs a model"),
         (
             [*SERVED, "--gpus-per-node", "1"],
-            "1 nodes of 1 GPUs have room for 0 servers of 1 GPUs, and data_parallel is 1: training needs a GPU of its own",
+            "room for 0 servers of 1 GPUs, and data_parallel is 1: training",
         ),
         (["sort", "lr=3"], "there is no setting 'lr'"),
         (["sort", "place.actors=2"], "ludic slurm places the processes itself"),
-        (["sort", "--task", "dpo"], "--task (dpo) must be one of grpo, maxent, maxent-grpo"),
+        (["sort", "--task", "dpo"], "--task (dpo) must be one of grpo, maxent,"),
         (["maxent", "--task", "infoseed"], "--task infoseed needs seeds; set info_seed.num_seeds=N"),
         ([*SERVED, "queue.url=x.sqlite", "queue.order=nonsense"], "queue.order (nonsense) must be one of exact, arrival"),
-        (["sort", "queue.lease_s=5"], "queue.lease_s (5.0) needs place.actors or queue.url; set that too"),
-        ([*SERVED, "--setup", "export WANDB_API_KEY=abc"], "setup, line 1: WANDB_API_KEY would be readable in the script"),
+        (["sort", "queue.lease_s=5"], "queue.lease_s (5.0) needs place.actors or queue.url"),
+        ([*SERVED, "--setup", "export WANDB_API_KEY=abc"], "setup, line 1: WANDB_API_KEY would be readable"),
         (["--resume", "none"], "none"),
-        (["sort", "--time", "soon"], "time (soon) must be a time limit of Slurm"),
+        (["sort", "--time", "soon"], "time (soon) must be a time limit"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments, message):
@@ -210,4 +209,4 @@ def test_a_run_is_resumed_with_the_servers_of_the_new_job(tmp_path):
     for wrong in (["trainer.lr=1"], ["--task", "grpo"]):
         code, output = slurm("--resume", "runs/a", *wrong)
         assert code != 0
-        assert "--resume uses the settings that the run began with" in " ".join(output.replace("│", " ").split())
+        assert re.search("--resume .*settings .*began with", " ".join(output.replace("│", " ").split()))

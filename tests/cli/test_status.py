@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 
 import pytest
@@ -72,7 +73,7 @@ def test_the_processes_of_a_launch_are_a_table(run):
 
 def test_a_dead_supervisor_is_named_and_an_ended_one_is_not_dead(run):
     launch(run, beat=NOW - 300)
-    assert f"silent for 5 min: it is dead; resume with `ludic train --resume {run}`" in lines(run)[2]
+    assert re.search(f"silent for 5 min: .*`ludic train --resume {run}`", lines(run)[2])
     assert CliRunner().invoke(app, ["status", str(run)]).exit_code == 1
     launch(run, beat=NOW - 300, exit_status=75)
     assert lines(run)[2].endswith("ended with status 75")
@@ -133,7 +134,7 @@ def test_a_queue_that_cannot_be_opened_is_said_in_its_line(run, queue, monkeypat
         assert "hunter2" not in "".join(said)
     monkeypatch.setenv("LUDIC_QUEUE_URL", "redis://host")
     monkeypatch.setattr(status, "open_queue", without_redis)
-    assert lines(run)[2] == "queue: redis is not installed; `pip install 'ludic-rl[redis]'` installs it"
+    assert re.search(r"queue: .*`pip install 'ludic-rl\[redis\]'`", lines(run)[2])
     assert len(lines(run)) == len(said)
 
 

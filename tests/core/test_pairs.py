@@ -56,7 +56,7 @@ def test_a_budget_for_one_row_is_too_small_for_a_pair() -> None:
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([[0, 3]], "names sample 3, but there are 3 samples"),
+        ([[0, 3]], r"sample 3, .*3 samples"),
         ([[-1, 0]], "names sample -1"),
         ([[0, 1], [1, 2]], "pair 1 names sample 1 again"),
         ([[0, 0]], "pair 0 names sample 0 again"),
@@ -108,7 +108,7 @@ def test_the_id_1_and_the_id_text_1_are_different_pairs() -> None:
 
 def test_an_incomplete_pair_is_an_error_when_it_may_not_be_dropped() -> None:
     assert _core.group_pairs(["a"], ["chosen"])[1] == ["a"]
-    with pytest.raises(DataError, match='pair "a".* only its chosen sample'):
+    with pytest.raises(DataError, match=r'pair "a".* only its chosen sample'):
         _core.group_pairs(["a"], ["chosen"], drop_incomplete=False)
 
 
@@ -116,16 +116,16 @@ def test_an_incomplete_pair_is_an_error_when_it_may_not_be_dropped() -> None:
     ("pair_ids", "roles", "error", "message"),
     [
         (["a", "a"], ["chosen", "chosen"], DataError, r"two chosen samples \(0 and 1\)"),
-        (["a"], ["best"], DataError, r'sample 0 \("best"\) must be "chosen" or "rejected"'),
-        (["a", "b"], ["chosen"], DataError, r"pair_ids \(2\) and roles \(1\) must be equally long"),
-        ([1.5], ["chosen"], DataTypeError, "a pair_id must be a string or a 64-bit integer, not 1.5"),
+        (["a"], ["best"], DataError, r'sample 0 \("best"\) .*"chosen" or "rejected"'),
+        (["a", "b"], ["chosen"], DataError, r"pair_ids \(2\) and roles \(1\) .*equally long"),
+        ([1.5], ["chosen"], DataTypeError, r"pair_id must be .*string .*integer, not 1\.5"),
         ([2**70], ["chosen"], DataTypeError, "not 1180591620717411303424"),
         ([None], ["chosen"], DataTypeError, "not None"),
-        (["a"], [0], DataTypeError, "a role must be a string, not 0"),
+        (["a"], [0], DataTypeError, "role must be a string, not 0"),
         (["\ud800"], ["chosen"], DataTypeError, r"not '\\ud800', which has no UTF-8 encoding"),
-        (["a"], ["\ud800"], DataTypeError, r"a role must be a string, not '\\ud800'"),
+        (["a"], ["\ud800"], DataTypeError, r"role must be a string, not '\\ud800'"),
         ([True, 1], ["chosen", "rejected"], DataTypeError, "not the bool True"),
-        (["a"], "chosen", DataTypeError, "roles is 'chosen', but must be a sequence with one value per sample"),
+        (["a"], "chosen", DataTypeError, "roles is 'chosen', .*a sequence"),
         ("a", ["chosen"], DataTypeError, "pair_ids is 'a', but must be"),
         (b"a", ["chosen"], DataTypeError, "pair_ids is b'a', but must be"),
         (3, ["chosen"], DataTypeError, "pair_ids is 3, but must be"),

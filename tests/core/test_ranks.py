@@ -132,7 +132,7 @@ def test_concurrent_threads_get_the_same_plan(packing: str) -> None:
     [
         ({"world_size": 0}, ConfigError, r"world_size \(0\) must be from 1 to"),
         ({"world_size": 10**30}, ConfigError, "world_size"),
-        ({"packing": "best"}, ConfigError, 'packing ."best". must be "greedy", "optimal" or "padding_free"'),
+        ({"packing": "best"}, ConfigError, 'packing ."best". .*"greedy", "optimal" or "padding_free"'),
         ({"linear": -1}, ConfigError, r"linear \(-1\)"),
         ({"quadratic": 2**40}, ConfigError, "quadratic"),
         ({"overhead_tokens": -1}, ConfigError, "overhead_tokens"),

@@ -168,7 +168,7 @@ def test_the_error_of_a_value_without_a_truth_value_names_it() -> None:
 
 
 def test_records_that_are_not_iterable_are_refused() -> None:
-    with pytest.raises(DataTypeError, match="records is a int, .*sequence of mappings"):
+    with pytest.raises(DataTypeError, match=r"records is a int, .*sequence of mappings"):
         _core.reduce_records(3, [], 1, 1)  # type: ignore[arg-type]
 
 

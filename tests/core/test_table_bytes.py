@@ -60,8 +60,8 @@ def test_other_types_are_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b'"version":"1"', b'"version":"9"', r'version "9" cannot be read, only version "1"; use the same version of ludic'),
-        (b"[5]", b"[6]", "column input_ids .* lies at 24..44, which is not the size of 6 values of 4 bytes"),
+        (b'"version":"1"', b'"version":"9"', r'version "9" cannot .*version "1"; .*ludic'),
+        (b"[5]", b"[6]", r"column input_ids .* 24\.\.44, .*6 values of 4 bytes"),
         (b'"weights"', b'"credits"', "unknown field `credits`"),
         (struct.pack("<i", 9), struct.pack("<i", -9), r"sample 1: input_ids\[1\] is -9"),
     ],

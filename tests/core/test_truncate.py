@@ -56,5 +56,5 @@ def test_a_view_of_a_view_keeps_the_original_data() -> None:
 
 
 def test_an_index_outside_the_table_is_refused() -> None:
-    with pytest.raises(DataError, match="index 3 .*table of 3 samples"):
+    with pytest.raises(DataError, match=r"index 3 .*table of 3 samples"):
         table_of(1, 2, 3).select([0, 3])

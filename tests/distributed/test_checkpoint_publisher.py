@@ -59,9 +59,7 @@ def test_if_one_server_cannot_load_a_version_all_return_to_the_previous_one(serv
     if earlier:
         publisher.publish(weights(1), version=1)
     servers[1].fails_on = "2"
-    with pytest.raises(
-        PublishError, match=f"version 2 was not published, and the servers serve version .* again.*{servers[1].url}"
-    ):
+    with pytest.raises(PublishError, match=f"version 2 was not published, .*{servers[1].url}"):
         publisher.publish(weights(2), version=2)
     serve(servers, str(earlier) if earlier else "default", earlier)
 

@@ -399,7 +399,7 @@ async def test_a_tensor_that_changed_on_its_way_is_found(start, checkpoint):
             server.served[name] = server.served[name] + 1e-7
 
         server.faults["/reset_prefix_cache"] = change
-        with pytest.raises(PublishError, match=f"1 are served with other values, first '{name}'"):
+        with pytest.raises(PublishError, match=f"1 .*other values, first '{name}'"):
             await sync_weights_to_engines(engines, checkpoint(2))
         assert same(server.served, weights(1))
 
@@ -450,7 +450,7 @@ def test_a_hang_ends_within_the_timeout_and_a_second_on_the_loops_clock(checkpoi
 
         engines[1].fault = wait
         begin = asyncio.get_running_loop().time()
-        with pytest.raises(PublishTimeoutError, match=r"engine 1 gave no answer within 7 s") as caught:
+        with pytest.raises(PublishTimeoutError, match=r"engine 1 .*no answer within 7 s") as caught:
             await sync_weights_to_engines(engines, checkpoint(2), retries=5)
         taken_s = asyncio.get_running_loop().time() - begin
         left_alone = asyncio.all_tasks() - {asyncio.current_task()}
@@ -513,7 +513,7 @@ async def test_a_server_that_does_not_say_what_it_serves_stays_paused_if_it_cann
     for path in ("/model_info", "/get_model_info"):
         fleet.sglang.faults[path] = lambda _: (404, {"detail": "Not Found"})
     custom_fault(fleet, answering({"success": False}))
-    with pytest.raises(PublishError, match="no earlier version is known, so it stays paused"):
+    with pytest.raises(PublishError, match=r"no earlier version .*stays paused"):
         await sync_weights_to_engines(fleet.engines, checkpoint(1))
     assert fleet.sglang.paused
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -76,13 +77,13 @@ def test_unchanged_adapters_stay_loaded_and_a_version_can_be_repeated(start, mod
     publisher.publish({}, version=1)
     publisher.publish({}, version=2)
     assert (list(server.adapters), publisher.served_name, server.version) == (["policy@1"], "policy@1", "2")
-    assert "adapters of version 2 equal the ones of version 1" in caplog.text
+    assert re.search("adapters of version 2 equal .*version 1", caplog.text)
     server.adapters.clear()  # it was restarted
     publisher.publish({}, version=3)
     assert (list(server.adapters), publisher.served_name) == (["policy@3"], "policy@3")
     for version in range(4, 21):
         publisher.publish({}, version=version)
-    with pytest.raises(PublishError, match="20 pushes in a row, up to version 21, did not change the adapters"):
+    with pytest.raises(PublishError, match=r"20 pushes .*version 21, .*the adapters"):
         publisher.publish({}, version=21)
     with pytest.raises(ConfigError, match="needs a version"):
         publisher.publish({})
@@ -143,5 +144,5 @@ def test_loaded_adapters_are_queried_at_the_first_push_and_after_a_fault(start, 
 
 def test_a_sharded_model_is_refused_with_what_publishes_it(model, tmp_path):
     model.set_requires_gradient_sync = None  # as `fully_shard` leaves it
-    with pytest.raises(ConfigError, match=r"shared out over all ranks; publish merged weights \(create_vllm_publisher\)"):
+    with pytest.raises(ConfigError, match=r"all ranks; .*merged weights \(create_vllm_publisher\)"):
         create_lora_publisher(None, model, directory=tmp_path)

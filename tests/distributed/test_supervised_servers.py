@@ -3,6 +3,7 @@ and none of an older version than was published when it was asked for."""
 
 import asyncio
 import random
+import re
 import socket
 import threading
 from contextlib import ExitStack
@@ -196,7 +197,7 @@ async def test_the_first_version_of_a_trainer_must_reach_every_server_that_lives
         await fleet.publisher.publish(WEIGHTS[8], 8)
         later = fleet.make_publisher(timeout_s=0.0)
         fleet.servers[1].faults["/start_weight_update"] = refuse("busy")
-        with pytest.raises(PublishError, match=r"version 5 was not published within 0 s: .*busy"):
+        with pytest.raises(PublishError, match=r"version 5 .*within 0 s: .*busy"):
             await later.publish(WEIGHTS[5], 5)
         fleet.servers[1].faults.clear()
         await later.publish(WEIGHTS[5], 5)
@@ -218,7 +219,7 @@ async def test_the_first_version_does_not_skip_a_server_whose_connections_break(
         later = fleet.make_publisher(timeout_s=0.0)
         for path in ("/collective_rpc:ludic_state", "/start_weight_update", "/update_weights"):
             living.faults = {path: cut_connection}
-            with pytest.raises(PublishError, match=r"version 3 was not published within 0 s: .*cannot be reached"):
+            with pytest.raises(PublishError, match=r"version 3 .*within 0 s: .*cannot be reached"):
                 await later.publish(WEIGHTS[3], 3)
         living.faults = {}
         await later.publish(WEIGHTS[3], 3)
@@ -257,7 +258,7 @@ async def test_the_weights_of_a_version_are_sent_again_under_a_new_name_even_if_
     async with fleet.client:
         await fleet.publisher.publish(WEIGHTS[0], 0)
         await fleet.publisher.publish(WEIGHTS[0], 1)
-    assert "the servers are sent them again, as version 1" in caplog.text
+    assert re.search("are sent .*again, as version 1", caplog.text)
     assert "/update_weight_version" not in fleet.servers[0].paths()
     assert fleet.servers[0].versions_served == ["default", "0", "1"]
 
@@ -436,9 +437,9 @@ async def test_a_warning_says_which_server_does_not_come_back(fleet, caplog):
         for _ in range(3):
             fleet.publisher.bring_back()
         (warning,) = warnings()
-        assert warning.startswith(f"{url} is not back, and gets no requests: ")
+        assert re.search(f"^{url} .*gets no requests: ", warning)
         assert "out of memory" in warning
-        assert warning.endswith("; this is tried again; end its process to have it restarted")
+        assert warning.endswith("end its process to have it restarted")
         faults["/update_weights"] = refuse("no such file")
         fleet.publisher.bring_back()
         assert "no such file" in warnings()[1]
@@ -488,7 +489,7 @@ async def test_a_push_that_needs_servers_that_hang_fails(fleet, count, is_first)
             server.faults["/finish_weight_update"] = hang
         clock.goes = lambda: all(hang.began.is_set() for hang in hangs)
         try:
-            with pytest.raises(PublishError, match=r"version 1 was not published within 20 s: .*raise inference.push_timeout_s"):
+            with pytest.raises(PublishError, match=r"version 1 .*within 20 s: .*inference.push_timeout_s"):
                 await publisher.publish(WEIGHTS[1], 1)
             assert 20 <= clock.now <= 25
         finally:
@@ -526,12 +527,12 @@ async def test_a_push_ends_when_no_server_will_answer_or_the_run_is_stopped(flee
             hang(_)
 
         fleet.servers[0].faults["/update_weights"] = lose
-        with pytest.raises(PublishError, match="version 1 was not published: every server has failed"):
+        with pytest.raises(PublishError, match=r"version 1 was not published: .*has failed"):
             await fleet.publisher.publish(WEIGHTS[1], 1)
         fleet.end, fleet.is_stopped, clock.goes = None, True, lambda: True
         later = fleet.make_publisher(clock=clock, wait_s=5)
         fleet.servers[0].faults["/collective_rpc:ludic_state"] = hang
-        with pytest.raises(PublishError, match="no server can be published to: the run was asked to stop"):
+        with pytest.raises(PublishError, match=r"no server .*asked to stop"):
             await later.publish(WEIGHTS[1], 1)
         later.close()
 
@@ -544,7 +545,7 @@ async def test_a_wait_ends_where_no_server_will_come_back(fleet):
         with pytest.raises(EngineDeadError, match="every server has failed"):
             await asyncio.wait_for(waiting, DEADLINE_S)
         fleet.servers[0].faults["/weight_info"] = refuse("busy")
-        with pytest.raises(PublishError, match="no server can be published to: every server has failed"):
+        with pytest.raises(PublishError, match=r"no server .*every server has failed"):
             await fleet.publisher.publish(WEIGHTS[0], 0)
 
 

@@ -3,6 +3,7 @@ anything is an error."""
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_unchanged_pushes_despite_gradients_are_an_error_after_the_limit(pushed)
         in_a_row = 0 if kind == "changed" else in_a_row + (kind == "unchanged")
         unchanged.change_expected = kind != "nothing to learn"
         if in_a_row == MOST_IN_A_ROW:
-            with pytest.raises(PublishError, match=f"20 pushes in a row, up to version {version}, did not change the weights"):
+            with pytest.raises(PublishError, match=f"20 pushes .*version {version}, .*the weights"):
                 required_action(unchanged, {"a": str(mark)}, version)
             return
         assert required_action(unchanged, {"a": str(mark)}, version) == ("push" if kind == "changed" else "rename")
@@ -83,7 +84,7 @@ def test_unchanged_weights_get_the_new_version_and_are_logged(start, caplog):
     for server in servers:
         assert (server.version, server.paused, pushes(server)) == ("2", None, 1)
         assert same(server.served, weights(1))
-    assert "the weights of version 2 equal the ones of version 1" in caplog.text
+    assert re.search("weights of version 2 equal .*version 1", caplog.text)
     push.publish(weights(2), version=3)
     assert all(same(server.served, weights(2)) and server.version == "3" for server in servers)
 
@@ -155,7 +156,7 @@ def test_a_publisher_that_keeps_pushing_stale_weights_is_detected(start):
             inner.publish(stale, version=version)
 
     trainer = trainer_with(server, model, Batches(*[1.0] * 100), Stale())
-    with pytest.raises(PublishError, match="is the published model the one that is trained"):
+    with pytest.raises(PublishError, match=r"published model the one .*trained"):
         trainer.train_sync(100)
     assert trainer.current_step == MOST_IN_A_ROW + 1
 

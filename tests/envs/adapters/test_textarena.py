@@ -42,7 +42,7 @@ def test_the_active_agent_follows_the_game():
     assert env.active_agents == ["player_0"]
     env.step({"player_0": "[0]"})
     assert env.active_agents == ["player_1"]
-    with pytest.raises(RolloutError, match=r"turn of player_1; step\(\) was given moves of \['player_0'\]"):
+    with pytest.raises(RolloutError, match=r"player_1; step\(\) .*moves of \['player_0'\]"):
         env.step({"player_0": "[1]"})
     env.step({"player_1": "junk", "player_0": "[1]"})  # a move out of turn never reaches the game
     assert env.active_agents == ["player_1"]
@@ -160,7 +160,7 @@ def test_a_game_that_crashes_on_every_move_raises_and_is_over():
     env._game.broken = True
     Fragile.broken = True
     try:
-        with pytest.raises(RolloutError, match="ZeroDivisionError: deep inside on the move 'a', and on an empty one"):
+        with pytest.raises(RolloutError, match=r"ZeroDivisionError: deep inside .*'a', .*empty one"):
             env.step({"player_0": "a"})
     finally:
         Fragile.broken = False
@@ -171,7 +171,7 @@ def test_a_game_that_crashes_on_every_move_raises_and_is_over():
 
 @pytest.mark.parametrize("opponents", [{2: str}, {0: str, 1: str}, {-1: str}])
 def test_opponents_must_be_players_and_leave_one_for_the_agent(opponents):
-    with pytest.raises(ConfigError, match=r"must be players among 0 to 1 and leave one to be an agent"):
+    with pytest.raises(ConfigError, match=r"players among 0 to 1 .*agent"):
         TextArenaEnv("TicTacToe-v0", num_players=2, opponents=opponents)
 
 
@@ -184,5 +184,5 @@ def test_opponents_that_end_the_game_at_once_are_an_error():
 def test_the_error_of_an_unknown_game_names_it_immediately():
     with pytest.raises(ConfigError, match="TextArena has no game 'TicTacTow-v0'"):
         TextArenaEnv("TicTacTow-v0")
-    with pytest.raises(ConfigError, match=r"settings of the game \(\['size'\]\) need the id of a game"):
+    with pytest.raises(ConfigError, match=r"\(\['size'\]\) need the id of a game"):
         TextArenaEnv(Fragile, size=3)

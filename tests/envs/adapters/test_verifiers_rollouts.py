@@ -155,7 +155,7 @@ def broken_recording(number, **fields):
 @pytest.mark.parametrize(
     ("record", "error", "problem"),
     [
-        (modified_recording(version=2), DataError, "is of version 2; version 1, of verifiers 0.4, can be read"),
+        (modified_recording(version=2), DataError, r"version 2; version 1, .*verifiers 0\.4"),
         (
             modified_recording(ok=False, errors=[{"type": "TaskError", "message": "no"}]),
             RolloutError,
@@ -164,12 +164,12 @@ def broken_recording(number, **fields):
         (modified_recording(ok=False, stop_condition="agent_timeout"), RolloutError, r"failed \(stopped by agent_timeout\)"),
         (modified_recording(is_completed=False), RolloutError, "is unfinished"),
         (modified_recording(nodes=RECORDED["nodes"][:2]), RolloutError, "the model sampled nothing in it"),
-        (broken_recording(2, mask=[True] * 12), DataError, r"node 2 has 2 log-probabilities for 12 sampled tokens"),
-        (broken_recording(2, mask=[True, *[False] * 11]), DataError, "not a run of sampled tokens at the end of its 12 tokens"),
+        (broken_recording(2, mask=[True] * 12), DataError, r"node 2 .*2 log-probabilities .*12 sampled tokens"),
+        (broken_recording(2, mask=[True, *[False] * 11]), DataError, "not a run .*end of its 12 tokens"),
         (broken_recording(2, mask=[True]), DataError, "not a run of sampled tokens"),
         (broken_recording(2, logprobs=[-1.0]), DataError, r"has 1 log-probabilities for 2 sampled tokens"),
-        (broken_recording(2, parent=3), DataError, "node 2 of a trace names node 3 as its parent"),
-        (broken_recording(2, parent=2), DataError, "node 2 of a trace names node 2 as its parent"),
+        (broken_recording(2, parent=3), DataError, "node 2 .*node 3 as its parent"),
+        (broken_recording(2, parent=2), DataError, "node 2 .*node 2 as its parent"),
     ],
 )
 def test_a_trace_that_cannot_be_trained_on_is_refused(record, error, problem):

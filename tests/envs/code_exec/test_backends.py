@@ -62,10 +62,10 @@ def test_a_podman_that_cannot_run_is_not_available(name, monkeypatch, tmp_path):
 
 def test_without_a_backend_the_error_says_what_to_install(machine):
     machine()
-    with pytest.raises(RuntimeError, match=r"No sandbox backend available.*apt install bubblewrap.*ludic-rl\[docker\]") as caught:
+    with pytest.raises(RuntimeError, match=r"No sandbox backend.*apt install bubblewrap.*ludic-rl\[docker\]") as caught:
         asyncio.run(create_sandbox_pool())
     assert isinstance(caught.value, NoSandboxError)
-    with pytest.raises(NoSandboxError, match="bubblewrap does not work here; it needs `apt install bubblewrap`"):
+    with pytest.raises(NoSandboxError, match=r"bubblewrap does not work .*`apt install bubblewrap`"):
         asyncio.run(create_sandbox_pool(backend="bubblewrap"))
 
 
@@ -82,7 +82,7 @@ def test_in_a_checkout_the_error_says_how_bubblewrap_is_fetched(machine, tmp_pat
 
 
 def test_unknown_names_and_settings_without_effect_are_refused():
-    with pytest.raises(ConfigError, match="Unknown backend 'qemu'; it must be one of auto, bubblewrap, docker"):
+    with pytest.raises(ConfigError, match=r"backend 'qemu'; .*auto, bubblewrap, docker"):
         asyncio.run(create_sandbox_pool(backend="qemu"))
     with pytest.raises(NotImplementedError, match="Singularity backend is not yet implemented"):
         asyncio.run(create_sandbox_pool(backend="singularity"))
@@ -111,5 +111,5 @@ def test_as_root_the_interpreter_must_be_readable_by_all(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/env")
     monkeypatch.setattr("ludic.envs.code_exec.bubblewrap.find_python", lambda *_, **__: tmp_path / "home" / "python3")
-    with pytest.raises(ConfigError, match=r"cannot read .*home/python3: install it where every user can"):
+    with pytest.raises(ConfigError, match=r"cannot read .*home/python3: .*every user"):
         BubblewrapProcess(BubblewrapConfig())

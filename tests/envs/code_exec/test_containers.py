@@ -29,7 +29,7 @@ def test_sizes_of_memory(size, megabytes):
 
 @pytest.mark.parametrize("size", ["", "m", "256x", "-1m", "1.5g", "1023k", "0"])
 def test_sizes_that_are_refused(size):
-    with pytest.raises(ConfigError, match=r"memory_limit \(.*\) must be a number with b, k, m or g"):
+    with pytest.raises(ConfigError, match=r"memory_limit \(.*\) .*b, k, m or g"):
         megabytes_of(size)
 
 
@@ -154,7 +154,7 @@ def test_the_stream_of_docker_is_cut_at_any_place(frames, data):
 
 def test_a_program_may_not_have_more_memory_than_its_sandbox():
     sandbox = ProcessSandbox(None, memory_limit_mb=100, most_memory_mb=100)
-    with pytest.raises(ConfigError, match=r"memory_limit_mb \(200\) of a program must be <= 100.*raise memory_limit"):
+    with pytest.raises(ConfigError, match=r"memory_limit_mb \(200\) .*<= 100.*raise memory_limit"):
         asyncio.run(sandbox.execute("", memory_limit_mb=200))
 
 

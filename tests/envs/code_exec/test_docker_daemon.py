@@ -54,7 +54,7 @@ def test_a_removal_that_never_succeeds_is_an_error(failure, monkeypatch):
 def test_a_pull_has_a_deadline():
     release = threading.Event()
     client = SimpleNamespace(images=SimpleNamespace(pull=lambda image: release.wait(WAIT_S)))
-    with pytest.raises(GradingError, match=r"the image 'x:1' is not there and was not pulled within 0\.01 s"):
+    with pytest.raises(GradingError, match=r"image 'x:1' .*not pulled within 0\.01 s"):
         pull_image(client, "x:1", timeout_s=0.01)
     release.set()
     pull_image(client, "x:1")
@@ -65,7 +65,7 @@ def test_a_pull_that_fails_says_so(failure):
     def pull(image):
         raise failure
 
-    with pytest.raises(GradingError, match="the image 'x:1' is not there and could not be pulled"):
+    with pytest.raises(GradingError, match=r"image 'x:1' .*could not be pulled"):
         pull_image(SimpleNamespace(images=SimpleNamespace(pull=pull)), "x:1")
 
 

@@ -127,7 +127,7 @@ def test_results_are_kept_by_all_that_a_verdict_depends_on():
 
 
 def test_sandboxes_that_fail_are_not_a_reward_of_0():
-    with pytest.raises(GradingError, match="problem p could not be judged in 3 sandboxes: Sandbox crashed: OSError: gone"):
+    with pytest.raises(GradingError, match=r"problem p .*3 sandboxes: .*OSError: gone"):
         play("4", answers={"4": OSError("gone")})
 
 

@@ -75,7 +75,7 @@ def test_a_pool_that_is_not_started_says_so():
 def test_starvation_is_an_error_with_the_numbers():
     async def play(pool):
         sandbox = await pool.checkout()
-        with pytest.raises(TimeoutError, match=r"no sandbox was free within 0\.01 s: 1 of 1 are in use"):
+        with pytest.raises(TimeoutError, match=r"no sandbox .*0\.01 s: 1 of 1 .*use"):
             await pool.checkout(timeout_s=0.01)
         await pool.release(sandbox)
         assert await pool.checkout(timeout_s=60) is sandbox  # who gave up has left the queue
@@ -126,9 +126,7 @@ def test_a_pool_that_cannot_replace_a_sandbox_gives_up_and_says_why():
         waiting = asyncio.create_task(pool.checkout(timeout_s=60))
         await asyncio.sleep(0)
         await pool.release(sandbox)
-        with pytest.raises(
-            SandboxPoolExhaustedError, match=r"gave up after 3 failures in a row; the last: start: OSError: no room"
-        ):
+        with pytest.raises(SandboxPoolExhaustedError, match=r"3 failures in a row; .*start: OSError: no room"):
             await waiting
         with pytest.raises(GradingError):  # so an episode fails, and has no reward
             await pool.checkout()
@@ -157,7 +155,7 @@ def test_a_daemon_that_starts_again_is_waited_for(away_s, is_served):
             await pool.drain_pending_resets()
             assert pool.available == 4
         else:
-            with pytest.raises(SandboxPoolExhaustedError, match="gave up after 5 failures in a row"):
+            with pytest.raises(SandboxPoolExhaustedError, match="5 failures in a row"):
                 await pool.checkout(timeout_s=60)
         ended_at.append(asyncio.get_running_loop().time())
         await pool.shutdown()

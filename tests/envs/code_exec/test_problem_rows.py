@@ -273,7 +273,7 @@ def test_a_test_needs_something_of_the_program(row, expression):
     ],
 )
 def test_a_test_that_would_pass_without_the_program_is_refused(row):
-    with pytest.raises(DataError, match="needs nothing of the program, and would pass with any"):
+    with pytest.raises(DataError, match=r"needs nothing .*pass with any"):
         read_problem(row)
 
 

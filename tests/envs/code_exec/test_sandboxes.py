@@ -19,7 +19,7 @@ NOTES = {
     "its files are watched": "it made more than",
     "its processor time is watched": "it took more than",
     "its time is watched": "it took more than",
-    "the first process watches the watcher": "it ended or stopped the process that watched it",
+    "the first process watches the watcher": "stopped the process that watched it",
 }
 """What a program's stderr says of a limit."""
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sandboxes")]

@@ -65,7 +65,7 @@ def test_math_accepts_both_names_of_its_columns():
         env.env_reset()
         asyncio.run(env.env_step(r"\boxed{1.5}"))
         assert grader.asked == [(r"\boxed{1.5}", r"\frac{3}{2}")]
-    with pytest.raises(DataError, match="a row needs solution or answer; it has problem"):
+    with pytest.raises(DataError, match="needs solution or answer; it has problem"):
         MATHEnv({"problem": "q"})
 
 

@@ -84,7 +84,7 @@ def test_equal_answers_are_equal_however_they_are_written(grader):
 
 def test_a_target_without_an_answer_is_an_error(grader):
     failed = grader.counts.failed
-    with pytest.raises(GradingError, match="nothing to compare with in the target ''"):
+    with pytest.raises(GradingError, match="compare with in the target ''"):
         asyncio.run(grader.grade("3", ""))
     assert grader.counts.failed == failed + 1
 
@@ -94,7 +94,7 @@ def test_a_hanging_comparison_is_stopped_and_the_next_one_is_graded(grader, monk
     before, counts = children(), replace(grader.counts)
     with monkeypatch.context() as patch:
         patch.setattr(grader, "timeout_s", 0.5)
-        with pytest.raises(GradingError, match=r"took longer than 0\.5 s: .*9\^.* against '3'"):
+        with pytest.raises(GradingError, match=r"longer than 0\.5 s: .*9\^.* against '3'"):
             grader.grade_now(HANGS, "3")
     assert len(children()) == len(before) - 1
     assert grader.grade_now("3", "3")

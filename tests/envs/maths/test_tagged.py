@@ -129,9 +129,9 @@ def test_a_grader_can_compare_instead_and_its_failure_is_no_verdict():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"template": "loose"}, r"template \('loose'\) must be one of strict, opened, relaxed"),
-        ({"which": "any"}, r"which \('any'\) must be one of first, last"),
-        ({"comparison": "sympy"}, r"comparison \('sympy'\) must be one of canonical, math_verify"),
+        ({"template": "loose"}, r"template \('loose'\) .*strict, opened, relaxed"),
+        ({"which": "any"}, r"which \('any'\) .*first, last"),
+        ({"comparison": "sympy"}, r"comparison \('sympy'\) .*canonical, math_verify"),
         ({"grader": Grader()}, r"comparison \(canonical\) uses no grader"),
     ],
 )

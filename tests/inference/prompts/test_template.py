@@ -41,9 +41,7 @@ def test_without_a_template_a_prompt_is_its_text_after_the_system_message():
 def test_a_conversation_without_a_template_is_refused(roles):
     messages = [{"role": role, "content": "1+1="} for role in roles]
     for render in (ChatTemplate(tokenizer()).render, lambda one: ChatTemplate(tokenizer()).render_all([one])):
-        with pytest.raises(
-            ConfigError, match=rf"{len(roles)} messages \({', '.join(roles)}\), and the tokenizer has no chat template"
-        ):
+        with pytest.raises(ConfigError, match=rf"{len(roles)} messages \({', '.join(roles)}\), .*no chat template"):
             render(messages)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import stat
 
 import pytest
@@ -77,7 +78,7 @@ def test_paths_that_change_the_server_need_the_secret(server, path):
     for headers in ({}, {HEADER: "guessed"}, {HEADER: SECRET[:-1]}, {HEADER: ""}, {"authorization": f"Bearer {SECRET}"}):
         status, said, reached = server(path, {**JSON, **headers})
         assert (status, reached) == (401, False)
-        assert f"{path} needs the server's secret in the header X-Ludic-Secret" in said["error"]["message"]
+        assert re.search(f"{path} needs .*header X-Ludic-Secret", said["error"]["message"])
     assert server(path, {**JSON, HEADER: SECRET})[2]
     assert server(path, {HEADER.lower(): SECRET})[2]  # a request without a body
 

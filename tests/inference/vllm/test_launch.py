@@ -3,6 +3,7 @@ behind."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,7 +95,7 @@ def test_a_server_that_exits_is_an_error_with_the_output_in_its_log_file(start, 
 def test_a_server_that_is_not_ready_in_time_is_stopped(start):
     proc, port, facts = start("deaf")
     child = facts()["child"]
-    with pytest.raises(RuntimeError, match=r"not ready within 0\.2 s and was stopped"):
+    with pytest.raises(RuntimeError, match=r"not ready within 0\.2 s"):
         wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=0.2)
     assert proc.poll() is not None
     assert wait_for_end(child)
@@ -190,7 +191,7 @@ def test_the_first_error_of_the_engine_is_named(tmp_path):
     proc = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     proc.wait()
     launch._LOGS[proc] = log
-    with pytest.raises(RuntimeError, match=r"its first error: ValueError: 0.35 GiB KV cache is needed; the end of its output"):
+    with pytest.raises(RuntimeError, match=r"ValueError: 0\.35 GiB KV cache .*end of its output"):
         wait_for_vllm_health("127.0.0.1", free_port(), proc, timeout_s=60)
 
 
@@ -351,7 +352,7 @@ def test_serve_reports_readiness_and_ctrl_c_stops_everything(tmp_path):
         proc.kill()
         proc.stderr.close()
     assert f"http://127.0.0.1:{port}" in said[-1]
-    assert f"trainers of this user on this machine read it from {secret_file(port)}" in said[-2]
+    assert re.search(f"trainers .*read it from {secret_file(port)}", said[-2])
     assert found["environment"]["LUDIC_SERVER_SECRET"] not in "".join(said) + rest
     assert "Traceback" not in rest
     assert found["arguments"][-2:] == ["--seed", "7"]

@@ -142,7 +142,7 @@ def test_the_module_replaces_itself_with_the_server(tmp_path):
 
 @pytest.mark.parametrize(
     ("environment", "message"),
-    [({}, "has no vLLM; build an environment with `make vllm`"), ({"LUDIC_SERVER_SECRET": "short"}, "at least 16")],
+    [({}, "an environment with `make vllm`"), ({"LUDIC_SERVER_SECRET": "short"}, "at least 16")],
 )
 def test_the_module_reports_missing_requirements(tmp_path, environment, message):
     if "LUDIC_SERVER_SECRET" in environment:

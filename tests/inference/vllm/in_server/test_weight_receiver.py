@@ -112,7 +112,7 @@ def test_an_emptied_push_is_open_until_it_is_taken_and_loads_nothing(receiver, t
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({QUERY: torch.zeros(4, 5)}, r"has shape \[4, 5\], the model's is \[4, 4\]"),
+        ({QUERY: torch.zeros(4, 5)}, r"shape \[4, 5\], .*is \[4, 4\]"),
         ({"other": torch.zeros(1)}, "no weight 'other'"),
     ],
 )
