@@ -90,7 +90,7 @@ def test_an_extension_of_another_version_is_refused_in_one_line(copied):
     own = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
     (copied / "ludic" / "__init__.py").write_text(own.replace(f'"{ludic.__version__}"', '"9.9.9"'))
     ran = run_python("from ludic import _core", copied)
-    assert f"{StaleBuildError.__name__}: ludic 9.9.9 has an extension that was built from {ludic.__version__}" in ran.stderr
+    assert re.search(rf"{StaleBuildError.__name__}: ludic 9\.9\.9 .*built from {re.escape(ludic.__version__)}", ran.stderr)
     ran = run_python(MAIN.format(arguments=["train", "steps=1"]), copied)
     assert ran.returncode != 0
     assert ran.stderr.startswith("ludic: ludic 9.9.9 has an extension")

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def test_a_sample_without_id_or_role_is_named(key):
     items = pair("x", "12>", "12", "21")
     del items[1].meta[key]
     for function in (group_preference_pairs, validate_preference_batch, count_pairs_in_items):
-        with pytest.raises(KeyError, match=f"sample 1 has no '{key}' in its meta, which has"):
+        with pytest.raises(KeyError, match=f"sample 1 has no '{key}' .*meta"):
             function(items)
 
 
@@ -95,7 +96,7 @@ def test_batches_are_validated_by_keys_labels_and_roles():
         validate_preference_batch(items)
     for wrong in (1.5, float("nan"), "1", None):
         items[3].meta["label"] = wrong
-        with pytest.raises(DataError, match=r"label of sample 3 .* must be in \[0, 1\]"):
+        with pytest.raises(DataError, match=r"label of sample 3 .*\[0, 1\]"):
             validate_preference_batch(items)
 
 
@@ -136,7 +137,7 @@ def test_no_pair_is_split_and_micro_batches_stay_within_the_budget(lengths, budg
 
 def test_a_pair_that_exceeds_the_budget_and_wrong_limits_are_refused():
     pairs = pairs_of_lengths((6, 5))
-    with pytest.raises(BudgetError, match=r"micro_token_budget \(11\) must be >= 2 \* the longest pair \(6\)"):
+    with pytest.raises(BudgetError, match=r"micro_token_budget \(11\) .*longest pair \(6\)"):
         split_preference_pairs_by_token_budget(pairs, micro_token_budget=11, max_seq_len=10)
     for budget, length in ((0, 10), (10, 0), (10, 11)):
         with pytest.raises(ConfigError, match=r"micro_token_budget|max_seq_len"):
@@ -150,7 +151,7 @@ def test_long_samples_are_truncated_and_pairs_that_become_equal_are_dropped(capl
     assert ids_of(micros) == [[(1, "chosen"), (1, "rejected")]]
     assert micros[0][0].meta["seq_len_truncated"]
     assert len(micros[0][0].input_ids) == 8
-    assert "dropped 1 preference pairs whose samples are equal within max_seq_len (8)" in caplog.text
+    assert re.search(r"dropped 1 .*equal within max_seq_len \(8\)", caplog.text)
 
 
 def test_no_pairs_split_into_no_micro_batches():

@@ -93,7 +93,8 @@ def test_a_response_with_unequal_numbers_of_ids_and_log_probabilities_warns(capl
         ChatResponse("4", [55, 2], [-0.2])
         ChatResponse("4", [55, 2], [-0.2, -0.1])
         ChatResponse("4", [55, 2])
-    assert [record.getMessage() for record in caplog.records] == ["the response has 2 token ids and 1 log-probabilities"]
+    [record] = caplog.records
+    assert "2 token ids and 1 log-probabilities" in record.getMessage()
 
 
 def test_a_rollout_sums_its_steps():

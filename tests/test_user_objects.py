@@ -54,12 +54,12 @@ def test_an_error_inside_the_file_is_shown_with_its_line_and_not_as_a_wrong_name
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("rewards", r"reward \(rewards\) must be package\.module:name, such as rewards:exact"),
+        ("rewards", r"reward \(rewards\) .*package\.module:name, .*rewards:exact"),
         (":exact", r"must be package\.module:name"),
         ("rewards:", r"must be package\.module:name"),
-        ("rewards.py:exact", r"name the module and not its file, such as rewards:exact"),
+        ("rewards.py:exact", r"module and not its file, .*rewards:exact"),
         ("./my/rewards.py:exact", r"such as my\.rewards:exact"),
-        ("own_nowhere:exact", r"reward \(own_nowhere:exact\) cannot be imported: No module named 'own_nowhere'"),
+        ("own_nowhere:exact", r"reward \(own_nowhere:exact\) .*imported: .*'own_nowhere'"),
         ("own_broken:exact", r"cannot be imported: SyntaxError: .*own_broken\.py"),
         ("own_raising:exact", r"cannot be imported: ZeroDivisionError"),
         ("own_empty:exact", r"own_empty\.py has no 'exact'"),
@@ -77,7 +77,7 @@ def test_an_import_error_shows_its_cause(here, path, message):
     ("path", "message"),
     [
         ("own_gradings:exact", r"write package\.module:name; did you mean own_grading\?$"),
-        ("own_grading:exakt", r"own_grading\.py has no 'exakt'; did you mean exact\?$"),
+        ("own_grading:exakt", r"own_grading\.py .*'exakt'; did you mean exact\?$"),
         ("own_grading:qqqq", r"has no 'qqqq'$"),
         ("zzzz:exact", r"write package\.module:name$"),
     ],

@@ -3,6 +3,7 @@ that are refused before anything runs."""
 
 import asyncio
 import json
+import re
 from collections import Counter
 from random import Random
 from types import SimpleNamespace
@@ -138,7 +139,7 @@ def test_a_resumed_run_continues_at_its_position_and_refuses_other_data(tmp_path
     assert draw_prompts(second, 2) == expected[4:]
     assert task.scorer.trainer_state.global_step == 5
     other = DataTask(write_numbered(tmp_path / "p.jsonl", 12), ONE)
-    with pytest.raises(ConfigError, match="the data has changed since the run was stopped"):
+    with pytest.raises(ConfigError, match=r"data has changed .*stopped"):
         requests_of(other, 0).load_state_dict(first.state_dict())
 
 
@@ -157,11 +158,12 @@ def test_the_results_of_several_functions_are_reported_by_name(tmp_path):
     assert DataTask(source, ONE).measures == {}
     task = DataTask(source, [ONE, HALF], [1, 0.2])
     assert list(task.measures) == ["rewards/one", "rewards/half"]
-    assert task.reward_sees == "what one + 0.2 * half returned for the whole answer"
+    assert "one + 0.2 * half" in task.reward_sees
     measured = DataTask(source, ONE, eval_reward=HALF)
-    assert measured.reward_sees == "what half returned for the whole answer, and in training what one returned"
+    assert re.search("half .*whole answer, .*in training .*one", measured.reward_sees)
     judged = DataTask(source, judged=True, eval_reward=HALF)
-    assert judged.reward_sees == "what half returned for the whole answer"
+    assert judged.reward_sees.startswith("what half returned")
+    assert "training" not in judged.reward_sees
 
 
 @pytest.mark.parametrize(
@@ -181,15 +183,15 @@ def test_rewards_can_be_a_name_a_list_or_names_with_weights(reward, weights, nam
 @pytest.mark.parametrize(
     ("reward", "weights", "message"),
     [
-        ("gms8k", None, r"reward \(gms8k\) is not known; did you mean gsm8k\?"),
-        ("exact", None, r"such as rewards:exact .* or one of code, code_partial, gsm8k, math, pure_accuracy_math"),
-        (["code", "math"], None, r"reward \(code\) runs programs, and is the only reward"),
+        ("gms8k", None, r"reward \(gms8k\) .*did you mean gsm8k\?"),
+        ("exact", None, r"rewards:exact .*code, code_partial, gsm8k, math, pure_accuracy_math"),
+        (["code", "math"], None, r"reward \(code\) .*the only reward"),
         (f"{__name__}:NUMBER", None, r"is int; name a function"),
         (f"{__name__}:Judge", None, r"is a class; name a function"),
         ([], None, r"reward \(\[\]\) must be module:function"),
         (3, None, r"reward \(3\) must be module:function"),
         ([ONE], [1, 2], r"2 weights for 1 reward functions"),
-        ([ONE], ["a"], r"reward_weights \(\['a'\]\) must be a list of numbers"),
+        ([ONE], ["a"], r"reward_weights \(\['a'\]\) .*list of numbers"),
         ({ONE: 1.0}, [1.0], r"has weights of its own"),
     ],
 )
@@ -232,7 +234,7 @@ def test_held_out_accuracy_is_defined_by_the_reward_of_held_out_answers(tmp_path
 def test_weights_for_no_eval_reward_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="set eval_reward too"):
         DataTask(write_numbered(tmp_path / "p.jsonl"), ONE, eval_reward_weights=[1.0])
-    with pytest.raises(ConfigError, match=r"eval_reward \(gms8k\) is not known; did you mean gsm8k"):
+    with pytest.raises(ConfigError, match=r"eval_reward \(gms8k\) .*did you mean gsm8k"):
         DataTask(write_numbered(tmp_path / "p.jsonl"), ONE, eval_reward="gms8k")
 
 
@@ -240,23 +242,21 @@ def test_incompatible_settings_are_refused_when_the_task_is_built(tmp_path):
     source = write_numbered(tmp_path / "p.jsonl")
     with pytest.raises(ConfigError, match="needs data=FILE and reward=MODULE:FUNCTION"):
         DataTask(source)
-    with pytest.raises(ConfigError, match="half asks for answer, which the data does not have"):
+    with pytest.raises(ConfigError, match=r"half asks for answer, .*does not have"):
         DataTask(write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), HALF)
     same = write(tmp_path / "same.jsonl", [{"prompt": "a", "right": "1"}] * 5)
-    with pytest.raises(
-        ConfigError, match=r"same\.jsonl has one prompt \(rows: 5\), and at least one is held out .*; add a second"
-    ):
+    with pytest.raises(ConfigError, match=r"same\.jsonl has one prompt \(rows: 5\), .*second"):
         DataTask(same, ONE)
     assert DataTask(TaskData(same, heldout_data=source), ONE)
-    with pytest.raises(ConfigError, match=r"num_heldout \(40\) must be at least 1 and less than the 40 different prompts"):
+    with pytest.raises(ConfigError, match=r"num_heldout \(40\) .*less than .*40 different prompts"):
         DataTask(TaskData(source, num_heldout=40), ONE)
     with pytest.raises(ConfigError, match=r"every prompt of .* is held out"):
         DataTask(TaskData(source, heldout_data=source), ONE)
-    with pytest.raises(DataError, match=r"p\.jsonl, line 1: the solution '1' has no number after ####"):
+    with pytest.raises(DataError, match=r"p\.jsonl, line 1: .*'1' .*number after ####"):
         DataTask(source, "gsm8k")
-    with pytest.raises(ConfigError, match=r"task\.args\.num_held: DataTask has no such argument; did you mean num_heldout\?"):
+    with pytest.raises(ConfigError, match=r"task\.args\.num_held: .*did you mean num_heldout\?"):
         build_task(TaskSection(kind="data", args={"num_held": 3}), data=source, reward=ONE)
-    with pytest.raises(ConfigError, match=r"data and reward make a task of their own .*; task\.kind is sort"):
+    with pytest.raises(ConfigError, match=r"data and reward .*task\.kind is sort"):
         build_task(TaskSection(kind="sort"), data=source)
 
 

@@ -3,6 +3,7 @@ evaluation keeps the task's own reward."""
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_a_score_alone_gives_no_accuracy_in_the_run_and_in_its_evaluation(tiny: 
     assert found["reward"]["value"] == pytest.approx(summary["after"]["greedy_reward"], abs=1e-4)
     assert found["reward_model"] == str(folder)
     assert "the score of" in " ".join(evaluated.stderr.split())
-    assert "No accuracy: a score does not say what is right; eval_reward=" in " ".join(evaluated.stderr.split())
+    assert re.search("No accuracy: .*eval_reward=", " ".join(evaluated.stderr.split()))
 
 
 def test_a_score_cannot_be_called_right_and_a_reward_of_the_task_can(tiny: list[str], tmp_path: Path, folder: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_score_cannot_be_called_right_and_a_reward_of_the_task_can(tiny: list[
     refusal = train(*tiny, *few, "reward_model=nowhere")
     assert refusal.exit_code == 2
     said = " ".join(refusal.stderr.split())
-    assert "solved_at (0.5) cannot tell right answers by the score of a reward model" in said
+    assert re.search(r"solved_at \(0\.5\) .*score of a reward model", said)
     assert "eval_reward=MODULE:FUNCTION" in said
     judged = train(*tiny, *few, f"reward_model={folder}", "eval_reward=gsm8k")
     assert judged.exit_code == 0, judged.output
@@ -153,14 +154,14 @@ def test_an_evaluation_of_a_server_refuses_to_score_with_a_reward_model(folder: 
     given = ["eval", "sort", f"reward_model={folder}", "base_url=http://127.0.0.1:9/v1"]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
-    assert "scores the answers of a model in this process" in " ".join(result.stderr.split())
+    assert "scores the answers of a model" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["data=prompts.jsonl"], "reward"),
-        (["sort", "+reward_model_args.mode=add"], "reward_model_args ({'mode': 'add'}) needs reward_model; set that too"),
+        (["sort", "+reward_model_args.mode=add"], "reward_model_args ({'mode': 'add'}) needs reward_model"),
         (["sort", "reward_model=FOLDER", "+reward_model_args.mod=add"], "did you mean mode"),
         (["sort", "reward_model=FOLDER", "+reward_model_args.mode=mean"], "unknown mode"),
         (["sort", "reward_model=./nothing-here"], "give a folder with config.json"),
@@ -182,7 +183,7 @@ def test_a_policy_is_refused_as_a_reward_model(tmp_path: Path) -> None:
 
     tiny_model().save_pretrained(tmp_path)
     make_byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"a Qwen2ForCausalLM and has no weights for score\.weight"):
+    with pytest.raises(ConfigError, match=r"Qwen2ForCausalLM .*no weights for score\.weight"):
         load_reward_model(str(tmp_path))
 
 
@@ -268,7 +269,7 @@ def test_adapters_of_a_language_model_are_refused_on_a_reward_model(tmp_path: Pa
 def test_adapters_and_base_model_without_a_head_are_refused_as_a_reward_model(tmp_path: Path) -> None:
     """Only the missing heads show that these adapters are not a reward model's."""
     save_adapters(tmp_path, make_policy(reward_model(seed=9)), None)
-    with pytest.raises(ConfigError, match=r"adapters without weights for score\.weight.*and their base .*base.* has none"):
+    with pytest.raises(ConfigError, match=r"without weights for score\.weight.*base .*base.* has none"):
         load_reward_model(str(tmp_path / "adapters"))
 
 

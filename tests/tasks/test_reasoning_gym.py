@@ -92,7 +92,7 @@ def test_problems_without_an_answer_cannot_be_demonstrated():
 
 def test_settings_with_few_questions_are_an_error_where_all_are_held_out():
     task = make("coin_flip", {"min_trials": 3, "max_trials": 3}, num_heldout=300)
-    with pytest.raises(ConfigError, match=r"1000 problems of coin_flip in a row.*num_heldout"):
+    with pytest.raises(ConfigError, match=r"1000 problems of coin_flip .*num_heldout"):
         task.draw(Random(0))
 
 
@@ -188,7 +188,7 @@ def test_a_verifier_that_raises_finds_an_answer_wrong():
 def test_an_answer_that_takes_too_long_has_no_score_and_the_next_one_has():
     task = make("countdown", timeout_s=1)
     problem = task.heldout()[0]
-    with pytest.raises(GradingError, match="it took longer than 1 s: judging '9\\*\\*9"):
+    with pytest.raises(GradingError, match="longer than 1 s: judging '9\\*\\*9"):
         score(task, problem, "9**9**9**9")
     assert score(task, problem, "0") < 1.0
 

@@ -72,5 +72,5 @@ def test_a_recipe_names_it():
 
 @pytest.mark.parametrize("lows", [(), (7,), (-1,), (3, 3)])
 def test_digits_without_an_answer_are_refused(lows):
-    with pytest.raises(ConfigError, match="must be different digits from 0 to 6"):
+    with pytest.raises(ConfigError, match="different digits from 0 to 6"):
         Rising(lows=lows)

@@ -135,7 +135,7 @@ def test_a_class_that_is_a_setting_stays_one() -> None:
 
 @pytest.mark.parametrize("weights", [[None], [[1.0]], "1", {"digits": 1.0}])
 def test_weights_that_are_no_numbers_are_an_error_of_the_setting(weights: Any) -> None:
-    with pytest.raises(ConfigError, match=r"reward_weights \(.*\) must be a list of numbers, one for each reward function"):
+    with pytest.raises(ConfigError, match=r"reward_weights \(.*\) .*one for each reward function"):
         GRPO(None, digits, ROWS, reward_weights=weights, **SMALL).train()
 
 
@@ -160,10 +160,10 @@ HereOnly.__module__ = "__main__"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "nothing to train on; give reward functions and rows, or task="),
+        ({}, "give reward functions and rows, or task="),
         ({"task": {"args": {}}}, "nothing to train on"),
-        ({"task": "tools", "dataset": ROWS, "reward_functions": digits}, "a task has its own problems and rewards"),
-        ({"task": HereOnly, "place": {"actors": 1}}, "the actors cannot import the task 'HereOnly' of this process"),
+        ({"task": "tools", "dataset": ROWS, "reward_functions": digits}, "own problems and rewards"),
+        ({"task": HereOnly, "place": {"actors": 1}}, "actors cannot import the task 'HereOnly'"),
         ({"task": object()}, r"task \(object\) must be a class"),
     ],
 )
@@ -311,13 +311,13 @@ def test_dpo_is_one_object_with_another_model_as_its_reference(model: Path) -> N
         (lambda: GRPO("m", digits, []), ConfigError, "the data has no rows"),
         (lambda: GRPO("m", digits, ["2+2="]), ConfigTypeError, "row 0 of the data is str"),
         (lambda: GRPO("m", digits, 3), ConfigTypeError, r"the data \(int\)"),
-        (lambda: GRPO("m", [digits, digits], ROWS), ConfigError, "two reward functions have the name '.*digits'"),
+        (lambda: GRPO("m", [digits, digits], ROWS), ConfigError, "reward functions .*name '.*digits'"),
         (lambda: GRPO("m", [3], ROWS), ConfigTypeError, r"a reward \(int\) must be a function"),
-        (lambda: GRPO(torch.nn.Linear(1, 1), digits, ROWS), ConfigTypeError, r"model \(Linear\) must be a folder or a hub id"),
+        (lambda: GRPO(torch.nn.Linear(1, 1), digits, ROWS), ConfigTypeError, r"model \(Linear\) .*hub id"),
         (lambda: GRPO("m", digits, ROWS, learning_rate=1e-5), ConfigError, "it is called trainer.lr"),
         (lambda: GRPO("m", digits, ROWS, num_generations=4), ConfigError, "it is called rollout.group_size"),
         (lambda: GRPO("m", digits, ROWS, reward="math"), ConfigError, "reward is an argument of its own"),
-        (lambda: GRPO("m", digits, ROWS, trainers=2), ConfigError, r"place\.trainers \(2\) has a launcher .* run `ludic train`"),
+        (lambda: GRPO("m", digits, ROWS, trainers=2), ConfigError, r"place\.trainers \(2\) .*run `ludic train`"),
         (lambda: SFT("m", ROWS, place={"on": "slurm"}), ConfigError, r"place\.on \(slurm\) .* run `ludic sft`"),
         (lambda: GRPO("m", lambda **_: [], ROWS, place={"actors": 1}), ConfigError, "actors cannot import the reward 'reward'"),
         (lambda: SFT("m", ROWS, epochs=0), ConfigError, r"epochs \(0\) must be at least 1"),
@@ -337,11 +337,11 @@ def test_wrong_arguments_are_refused_when_the_object_is_made(make, error, messag
 def test_a_row_without_a_column_that_a_reward_asks_for_is_refused_at_once():
     rows = [dict(row) for row in ROWS]
     del rows[3]["answer"]
-    with pytest.raises(ConfigError, match="row 3 of the data has no answer, which the reward function digits asks for"):
+    with pytest.raises(ConfigError, match=r"row 3 .*no answer, .*digits"):
         GRPO("m", digits, rows)
-    with pytest.raises(ConfigError, match="row 0 of the data has no answer"):
+    with pytest.raises(ConfigError, match=r"row 0 .*has no answer"):
         GRPO("m", digits, ROWS, eval_dataset=[{"prompt": "2+2="}, {"prompt": "1+1=", "answer": "2"}])
-    with pytest.raises(ConfigError, match="digits asks for answer, which the data does not have; it has none but the prompt"):
+    with pytest.raises(ConfigError, match=r"digits asks for answer, .*none but the prompt"):
         GRPO("m", digits, [{"prompt": "2+2="}])
     rows[3]["answer"] = None  # which says that there is none
     GRPO("m", [digits, lambda completions, hint="": []], rows)
@@ -434,14 +434,14 @@ def test_answers_are_sampled_as_the_section_says_and_end_at_a_stop(model: Path) 
     [
         (
             lambda: GRPO(model="m", reward_funcs=digits, train_dataset=ROWS),
-            "reward_funcs is an argument of TRL; write reward_functions; t",
+            "reward_funcs is an argument .*write reward_functions; t",
         ),
-        (lambda: GRPO("m", digits, train_dataset=ROWS), "train_dataset is an argument of TRL; write dataset"),
-        (lambda: GRPO("m", digits, ROWS, args=object()), r"args is an argument of TRL; write the settings themselves"),
-        (lambda: GRPO("m", digits, ROWS, peft_config=object()), r"peft_config is an argument of TRL; write lora=\{'rank': 16"),
+        (lambda: GRPO("m", digits, train_dataset=ROWS), "train_dataset is an argument .*write dataset"),
+        (lambda: GRPO("m", digits, ROWS, args=object()), r"args is an argument .*the settings themselves"),
+        (lambda: GRPO("m", digits, ROWS, peft_config=object()), r"peft_config is an argument .*write lora=\{'rank': 16"),
         (
             lambda: GRPO("m", digits, ROWS, tokenizer=make_byte_tokenizer()),
-            "tokenizer is an argument of TRL; write tokenizer= with a folder",
+            "tokenizer is an argument .*write tokenizer= .*folder",
         ),
         (lambda: SFT(model="m", train_dataset=ROWS), "write dataset"),
         (lambda: DPO(model="m", train_dataset=ROWS, processing_class=None), "processing_class is an argument of TRL"),

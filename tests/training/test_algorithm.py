@@ -33,14 +33,14 @@ def test_samples_with_one_log_probability_for_each_action_pass():
 
 
 def test_missing_log_probabilities_are_listed():
-    with pytest.raises(DataError, match=r"^2 of 4 samples \(1, 3\) have no actor_logps; sample with ReturnSpec\.for_rl\(\)"):
+    with pytest.raises(DataError, match=r"^2 of 4 samples \(1, 3\) .*actor_logps; .*ReturnSpec\.for_rl\(\)"):
         validate_actor_logps(SAWBatch([item(), item(logps=None), item(), item(logps=None)]))
-    with pytest.raises(DataError, match=r"^255 of 255 samples \(0, 1, 2 and 252 more\) have no actor_logps"):
+    with pytest.raises(DataError, match=r"^255 of 255 samples \(0, 1, 2 .*252 more\) .*actor_logps"):
         validate_actor_logps(SAWBatch([item(logps=None)] * 255))
 
 
 def test_the_error_of_a_wrong_number_of_log_probabilities_names_the_sample():
-    with pytest.raises(ValueError, match="length mismatch in sample 1: 1 values for 2"):
+    with pytest.raises(ValueError, match="sample 1: 1 values for 2"):
         validate_actor_logps(SAWBatch([item(), item(logps=(-0.5,))]))
 
 
@@ -116,5 +116,5 @@ def test_the_error_of_a_loss_without_statistics_says_what_to_return(given, kind)
         def compute(self, logits, batch):
             return given
 
-    with pytest.raises(ConfigTypeError, match=rf"compute of Bare returned {kind}; it must return the loss and its statistics"):
+    with pytest.raises(ConfigTypeError, match=rf"Bare returned {kind}; .*loss .*statistics"):
         RLAlgorithm("bare", ConstantCredit(), Bare()).compute_loss(Bigram(), padded(rows(2, seed=1)))

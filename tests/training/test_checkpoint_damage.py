@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -111,9 +112,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(tmp_path):
     shutil.rmtree(tmp_path / "step_000002")
     shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000002")
     assert checkpoints.find().name == "step_000001"
-    with pytest.raises(
-        CheckpointError, match=r"it is the checkpoint of step 1; the newest undamaged checkpoint in .* is step_000001"
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 1; .*newest undamaged .* step_000001"):
         checkpoints.load(trained()[0], step=2)
 
 
@@ -130,7 +129,7 @@ def test_weights_that_somebody_adds_are_found_and_other_files_are_not_damage(tmp
 def test_damage_of_the_only_checkpoint_is_one_line_with_a_remedy(tmp_path):
     checkpoints = save(tmp_path, 1)
     change_byte(tmp_path / "step_000001" / "model.safetensors", -1, 1)
-    with pytest.raises(CheckpointError, match=r"the content of model\.safetensors has changed.* Delete .* to begin anew"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed.* Delete .*begin anew"):
         checkpoints.load(trained()[0])
     with pytest.raises(CheckpointError, match=r"is damaged.*undamaged checkpoint in .* is none"):
         checkpoints.load(trained()[0], path=tmp_path / "step_000001")
@@ -157,7 +156,7 @@ def test_quantised_weights_are_refused_and_another_precision_is_named(tmp_path, 
     folder = tmp_path / "step_000001"
     save_file(quantised, folder / "model.safetensors")
     write_manifest(folder, {"step": 1})
-    with pytest.raises(CheckpointError, match=r"0\.bias in .* is torch\.int8, the model's is torch\.float32: it is quantised"):
+    with pytest.raises(CheckpointError, match=r"0\.bias in .*torch\.int8, .*torch\.float32: .*quantised"):
         checkpoints.load(trained()[0])
 
 
@@ -174,7 +173,7 @@ def test_a_manifest_of_a_newer_version_is_refused_with_the_remedy(tmp_path, monk
     with monkeypatch.context() as newer:
         newer.setattr("ludic.files.manifest.SCHEMA", 2)
         checkpoints = save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="has schema 2; this version of ludic reads up to 1: update ludic"):
+    with pytest.raises(CheckpointError, match=r"schema 2; .*up to 1: update ludic"):
         checkpoints.find()
 
 
@@ -244,7 +243,7 @@ def test_weights_that_the_file_system_lost_are_found_when_they_are_written(tmp_p
         os.truncate(folder / "model.safetensors", 100)
 
     monkeypatch.setattr(state_files, "write_model", lossy)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors was not written whole .*; check the disk"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors .*not written whole .*the disk"):
         checkpoints.save(trained()[0], optimizer=None, step=2)
     assert checkpoints.find().name == "step_000001"
 
@@ -291,7 +290,7 @@ def test_a_stale_pointer_does_not_lead_to_an_abandoned_future(tmp_path, caplog):
     pointer = json.loads((tmp_path / "latest.json").read_text())
     (tmp_path / "latest.json").write_text(json.dumps({**pointer, "manifest": "0"}))
     assert checkpoints.find().name == "step_000015"
-    assert "latest.json is not as it was written, or step_000015 was changed later" in caplog.text
+    assert re.search(r"latest\.json .*step_000015 was changed later", caplog.text)
 
 
 def test_a_subclass_that_adds_to_what_it_saved_has_verified_checkpoints(tmp_path):

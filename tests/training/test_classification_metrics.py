@@ -150,7 +150,7 @@ def test_invalid_scores_are_refused():
         metrics.update([1.0, 2.0], [1.0], [1, 1])
     with pytest.raises(DataError, match="1 of 2 rejected_scores are not finite"):
         metrics.update([1.0, 2.0], [1.0, float("nan")], [1, 1])
-    with pytest.raises(DataError, match=r"1 of 2 labels are outside \[0, 1\]"):
+    with pytest.raises(DataError, match=r"1 of 2 labels .*\[0, 1\]"):
         metrics.update([1.0, 2.0], [1.0, 1.0], [1, 1.5])
     for settings in ({"calibration_bins": 0}, {"beta": 0.0}, {"thresholds_on": "tokens"}):
         with pytest.raises(ConfigError, match=next(iter(settings))):

@@ -22,7 +22,7 @@ def test_the_defaults_match_the_specification():
 def test_learning_rate_is_an_alias_of_lr():
     assert TrainerConfig(learning_rate=2e-5).lr == 2e-5
     assert TrainerConfig(lr=2e-5, learning_rate=2e-5).lr == 2e-5
-    with pytest.raises(ConfigError, match=r"lr \(0\.001\) and learning_rate \(2e-05\) are two names"):
+    with pytest.raises(ConfigError, match=r"lr \(0\.001\) .*learning_rate \(2e-05\) .*two names"):
         TrainerConfig(lr=1e-3, learning_rate=2e-5)
     with pytest.raises(ConfigError, match="two names"):
         TrainerConfig(lr=1e-5, learning_rate=2e-5)  # 1e-5 is the default, but it was set explicitly
@@ -48,7 +48,7 @@ def test_a_tokenizer_sets_the_pad_token():
     Tokenizer.pad_token_id, Tokenizer.eos_token_id = None, 9
     assert TrainerConfig(pad_token_id=Tokenizer()).pad_token_id == 9
     Tokenizer.eos_token_id = None
-    with pytest.raises(ConfigError, match="neither a padding token nor an end token"):
+    with pytest.raises(ConfigError, match=r"neither a padding .*nor an end token"):
         TrainerConfig(pad_token_id=Tokenizer())
 
 
@@ -56,12 +56,12 @@ def test_a_tokenizer_sets_the_pad_token():
     ("values", "message"),
     [
         ({"pad_token_id": None}, "pad_token_id is None"),
-        ({"max_seq_len": 0}, r"max_seq_len \(0\) must be a whole number >= 1"),
+        ({"max_seq_len": 0}, r"max_seq_len \(0\) .*>= 1"),
         ({"max_seq_len": 1.5}, "max_seq_len"),
         ({"micro_token_budget": 0}, "micro_token_budget"),
         (
             {"micro_token_budget": 1024, "max_seq_len": 2048},
-            r"micro_token_budget \(1024\) must be >= max_seq_len \(2048\); raise",
+            r"micro_token_budget \(1024\) .*>= max_seq_len \(2048\); raise",
         ),
         ({"lr": -1}, "lr"),
         ({"lr": float("nan")}, "lr"),
@@ -123,5 +123,5 @@ def test_a_subclass_explains_its_own_names():
         bins: int = 10
 
     assert Wider(bins=3, learning_rate=1e-3).lr == 1e-3
-    with pytest.raises(ConfigError, match="Wider has no bin; did you mean bins"):
+    with pytest.raises(ConfigError, match="no bin; did you mean bins"):
         Wider(bin=3)

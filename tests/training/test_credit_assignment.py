@@ -144,7 +144,7 @@ def test_equal_rewards_in_another_order_give_an_equal_return():
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("assigner", [EpisodicReturn(), GroupNormalizedReturn(2), HybridNormalizedReturn(2)])
 def test_a_reward_that_is_not_finite_is_named(assigner, reward):
-    with pytest.raises(ValueError, match=r"the rewards of rollout bad are \[1.0, .*\]; rewards must be finite"):
+    with pytest.raises(ValueError, match=r"rewards of rollout bad .*\[1.0, .*\]; .*finite"):
         assigner.compute([rollout(0.0, group="g"), rollout(1.0, reward, group="g", name="bad")])
 
 
@@ -196,7 +196,7 @@ def test_each_player_of_a_group_has_its_own_baseline():
     assert weights(GroupNormalizedReturn(2), *players) == [[-0.5], [0.0], [0.5], [0.0]]
     hybrid = [w for (w,) in weights(HybridNormalizedReturn(2, eps=0.0), *players)]
     assert hybrid == pytest.approx([-(2**0.5), 0.0, 2**0.5, 0.0])  # the standard deviation of (-.5, 0, .5, 0) is .353553
-    with pytest.raises(ValueError, match=r"group g of agent x has 2 rollouts, group_size is 3"):
+    with pytest.raises(ValueError, match=r"group g .*agent x .*2 .*group_size is 3"):
         weights(GroupNormalizedReturn(3), *players)
 
 
@@ -243,7 +243,7 @@ def test_the_length_penalty_applies_before_the_group_is_centred():
 def test_a_length_penalty_needs_token_counts():
     with pytest.raises(DataError, match="has no token trace"):
         OverlongPenalty(EpisodicReturn(), 100, 20).compute([rollout(1.0)])
-    with pytest.raises(ConfigError, match=r"buffer_tokens \(101\) must be between 0 and max_tokens \(100\)"):
+    with pytest.raises(ConfigError, match=r"buffer_tokens \(101\) .*max_tokens \(100\)"):
         OverlongPenalty(EpisodicReturn(), 100, 101)
     with pytest.raises(ConfigError, match=r"factor \(-1\)"):
         OverlongPenalty(EpisodicReturn(), 100, 20, factor=-1)

@@ -486,10 +486,10 @@ def reads_first_token():
 UNSUPPORTED = {
     "bidirectional": (lambda: scoring_model("Bert"), None, "BertForSequenceClassification .*head reads"),
     "bidirectional head": (lambda: scoring_model("Roberta"), None, "RobertaForSequenceClassification"),
-    "eager": (eager, None, "the attention of Qwen2ForSequenceClassification is eager, not sdpa"),
+    "eager": (eager, None, "Qwen2ForSequenceClassification is eager, not sdpa"),
     "alibi": (lambda: scoring_model("Bloom"), None, "BloomForSequenceClassification"),
     "loss": (None, ReadsTokens(), "ReadsTokens does not say that it reads_scores_only"),
-    "first token": (reads_first_token, None, "does not read its score at the last token"),
+    "first token": (reads_first_token, None, "score at the last token"),
 }
 
 

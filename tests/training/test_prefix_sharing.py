@@ -193,13 +193,13 @@ class ReadsLogits(TokenClippedSurrogateLoss):
 @pytest.mark.parametrize(
     ("make", "loss", "reason"),
     [
-        (Bigram, None, "the attention of Bigram is None, not sdpa"),
+        (Bigram, None, "Bigram is None, not sdpa"),
         (mamba, None, "MambaForCausalLM (has other logits|does not accept)"),
         (bias, None, "Qwen2ForCausalLM has other logits for trees"),
-        (bias_behind_a_head_of_zeros, None, "has the same logits whatever the tokens before"),
-        (eager, None, "the attention of Qwen2ForCausalLM is eager, not sdpa"),
+        (bias_behind_a_head_of_zeros, None, "same logits .*the tokens before"),
+        (eager, None, "Qwen2ForCausalLM is eager, not sdpa"),
         (lambda: causal_model("Bloom"), None, "BloomForCausalLM"),
-        (model_with_hidden_windows, None, "attends in windows of which only its mask knows"),
+        (model_with_hidden_windows, None, "windows of which only its mask knows"),
         (tiny_model, ReadsLogits(), "ReadsLogits reads logits"),
     ],
 )
@@ -395,7 +395,7 @@ def test_a_loss_reads_the_hidden_states_of_its_samples(chunked):
 
 
 def test_an_unknown_way_to_share_is_refused():
-    with pytest.raises(ConfigError, match=r"prefix_sharing \(trie\) must be one of auto, off, tree"):
+    with pytest.raises(ConfigError, match=r"prefix_sharing \(trie\) .*auto, off, tree"):
         cpu_config(prefix_sharing="trie")
 
 

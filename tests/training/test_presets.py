@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from functools import partial
@@ -134,7 +135,7 @@ def test_every_preset_can_be_imported_from_the_package_and_the_algorithm_module(
     ("make", "message"),
     [
         *[
-            (partial(make, group_size=1), r"group_size \(1\) must be at least 2: an answer is compared with the other answers")
+            (partial(make, group_size=1), r"group_size \(1\) .*at least 2")
             for make in (make_rloo, make_grpo, make_dr_grpo, make_dapo, make_gspo, make_sapo, make_gmpo, make_cispo, make_scalerl)
         ],
         (lambda: make_grpo(group_size=0), "group_size must be positive"),
@@ -320,4 +321,4 @@ def test_a_composite_of_a_sum_and_a_mean_is_named(caplog):
     CompositeLoss([LossTerm("pg", TokenClippedSurrogateLoss(normalizer="tokens")), LossTerm("h", EntropyBonus(0.1))])
     assert not caplog.records
     CompositeLoss([LossTerm("pg", surrogate), LossTerm("h", EntropyBonus(0.1))])
-    assert "the loss of pg is a sum over an answer's tokens, of h a mean" in caplog.text
+    assert re.search("pg is a sum .*, of h a mean", caplog.text)

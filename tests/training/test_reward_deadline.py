@@ -1,6 +1,7 @@
 """Plain reward functions with a deadline: what a hung one costs, and when it ends the run."""
 
 import logging
+import re
 import threading
 import time
 
@@ -38,9 +39,7 @@ def test_a_hung_call_fails_its_group_alone(release):
     assert rewards == [1.0, 0.0, 0.0, 3.0]
     assert [error is None for error in errors] == [True, False, False, True]
     assert isinstance(errors[1], GradingError)
-    assert str(errors[1]) == (
-        "reward function judge failed: it took longer than 3 s (reward_timeout_s); its thread cannot be ended and goes on"
-    )
+    assert re.search(r"reward function judge .*3 s \(reward_timeout_s\); .*goes on", str(errors[1]))
 
 
 def test_without_a_deadline_a_plain_function_runs_in_this_thread_and_with_one_in_its_own():
@@ -63,7 +62,7 @@ def test_an_error_in_a_thread_keeps_its_file_and_line():
 
     _, (error,) = score(judge, rollout("a"), plain_timeout_s=LONG_S)
     line = judge.__code__.co_firstlineno + 1
-    assert str(error) == f"reward function judge failed: KeyError: 'bad' ({__file__}:{line}, in judge)"
+    assert re.search(rf"judge failed: KeyError: 'bad' \({re.escape(__file__)}:{line}, in judge\)$", str(error))
 
     def gives_up(completions):
         raise TimeoutError("the judge is away")
@@ -77,9 +76,7 @@ async def test_too_many_hung_calls_end_the_run(release):
     for _ in range(2):
         errors = await scorer.score([rollout("bad")])
         assert [type(error) for error in errors.values()] == [GradingError]
-    with pytest.raises(
-        RewardsHung, match=r"3 calls of reward functions have not returned 0\.05 s .* of judge; .* at most 2 may hang"
-    ):
+    with pytest.raises(RewardsHung, match=r"3 calls .*0\.05 s .*judge; .*at most 2"):
         await scorer.score([rollout("bad")])
 
 

@@ -35,7 +35,7 @@ def test_registering_is_a_decorator_too():
         ("math", make_short, "there is a reward 'math' already"),
         ("a:b", make_short, "text without `:`"),
         ("", make_short, "text without `:`"),
-        ("short", 3, "needs a function that makes it, got int"),
+        ("short", 3, "a function .*got int"),
     ],
 )
 def test_a_name_that_is_taken_or_no_name_is_refused(name, make, message):
@@ -44,5 +44,5 @@ def test_a_name_that_is_taken_or_no_name_is_refused(name, make, message):
 
 
 def test_an_unknown_name_is_answered_by_the_nearest():
-    with pytest.raises(ConfigError, match=r"reward \(pure_acuracy_math\) is not known; did you mean pure_accuracy_math\?"):
+    with pytest.raises(ConfigError, match=r"reward \(pure_acuracy_math\) .*did you mean pure_accuracy_math\?"):
         build_rewards("pure_acuracy_math", None, timeout_s=1)

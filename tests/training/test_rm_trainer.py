@@ -241,9 +241,7 @@ def test_incomplete_pairs_are_an_error_when_they_may_not_be_dropped():
 def test_pairs_that_the_source_drops_follow_the_same_setting(setting, argument):
     """The trainer can neither refuse nor keep what never reaches it."""
     source = preference_batches(sorted_pairs(4)[:7], batch_size=4)
-    with pytest.raises(
-        ConfigError, match=f"has dropped 1 incomplete pairs, and {setting} is off; pass {argument}=False to preference"
-    ):
+    with pytest.raises(ConfigError, match=f"dropped 1 incomplete pairs, .*{setting} is off; .*{argument}=False"):
         trainer_of(source=source, config={setting: False})
     assert trainer_of(source=source).train_step_sync()["train/total_pairs"] == 3
 
@@ -347,7 +345,7 @@ def test_single_samples_are_weighted_by_their_number():
 
 
 def test_a_pair_loss_refuses_incomplete_pairs():
-    with pytest.raises(ConfigError, match="BradleyTerryLoss compares the two samples of a pair"):
+    with pytest.raises(ConfigError, match="BradleyTerryLoss compares the two samples"):
         trainer_of(config={"rm_pair_aware": False})
 
 
@@ -483,7 +481,7 @@ def test_the_pair_whose_loss_is_not_finite_is_named():
 
 
 def test_the_config_is_validated_when_it_is_created():
-    with pytest.raises(BudgetError, match=r"micro_token_budget \(60\) must be >= 2 \* max_seq_len \(32\)"):
+    with pytest.raises(BudgetError, match=r"micro_token_budget \(60\) .*2 \* max_seq_len \(32\)"):
         rm_config(micro_token_budget=60)
     assert rm_config(micro_token_budget=60, rm_pair_aware=False).micro_token_budget == 60
     with pytest.raises(ConfigError, match="padding_free"):
@@ -508,7 +506,7 @@ def test_a_model_without_a_single_score_or_with_another_pad_token_is_refused():
     with pytest.raises(ConfigError, match=r"num_labels \(2\)"):
         trainer_of(model=reward_model(num_labels=2))
     for pad in (5, None):
-        with pytest.raises(ConfigError, match=rf"pad_token_id \(0\) must equal the one of the model's config \({pad}\)"):
+        with pytest.raises(ConfigError, match=rf"pad_token_id \(0\) .*config \({pad}\)"):
             trainer_of(model=reward_model(pad_token_id=pad))
 
 

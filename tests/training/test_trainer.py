@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -384,7 +385,7 @@ def test_a_reducer_with_the_name_of_a_loss_statistic_does_not_replace_it(caplog)
     plain = trainer_of(sorting_items(4)).train_step_sync()
     named = trainer_of(sorting_items(4), reducers={"clip_frac": Reducer("sum", "completion_length")}).train_step_sync()
     assert named["train/clip_frac"] == plain["train/clip_frac"]
-    assert "reducer clip_frac has the name of a statistic of the loss" in caplog.text
+    assert re.search("reducer clip_frac .*statistic of the loss", caplog.text)
 
 
 def test_a_loss_that_a_loss_reports_is_logged_beside_the_differentiated_one():
@@ -446,7 +447,7 @@ def test_the_error_says_that_every_sample_was_too_old():
     items = sorting_items(4)
     for item in items:
         item.meta["policy_version"] = -5
-    with pytest.raises(EmptyBatchError, match=r"of 8 samples, 8 were older than max_lag \(1\)"):
+    with pytest.raises(EmptyBatchError, match=r"8 samples, 8 .*older than max_lag \(1\)"):
         trainer_of(items, config={"max_lag": 1, "max_empty_batches": 2}).train_step_sync()
 
 

@@ -1,6 +1,7 @@
 """Deadlines of phases, and what is printed when one is exceeded."""
 
 import asyncio
+import re
 import threading
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_phase_that_exceeds_its_deadline_prints_all_stacks_and_ends_the_proces
         assert process.ended.wait(timeout=60)
     assert process.code == 75
     printed = process.printed()
-    assert "ludic: rank 1 of 2: the phase save has taken" in printed
+    assert re.search("rank 1 of 2: .*save has taken", printed)
     assert "its deadline is 0.05 s" in printed
     assert "test_a_phase_that_exceeds_its_deadline" in printed  # this thread's stack
     assert "_watch" in printed
@@ -143,7 +144,7 @@ def test_the_failure_of_another_rank_ends_a_process_that_does_not_end_by_itself(
     assert process.ended.wait(timeout=60)
     watch.close()
     assert process.code == 78
-    assert "rank 0 failed: no disk. This process did not end within 0.1 s" in process.printed()
+    assert re.search(r"rank 0 failed: no disk\. .*0\.1 s", process.printed())
     assert "the exit status is 78" in process.printed()
 
 
@@ -155,5 +156,5 @@ def test_the_last_phase_ends_a_process_that_never_leaves_it(process, running):
 
 
 def test_a_deadline_must_be_positive():
-    with pytest.raises(ConfigError, match=r"the deadline of save \(0 s\) must be > 0"):
+    with pytest.raises(ConfigError, match=r"deadline of save \(0 s\) .*> 0"):
         Watchdog({"save": 0})

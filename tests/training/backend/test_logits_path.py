@@ -265,9 +265,7 @@ def test_a_model_that_changes_its_logits_in_another_way_uses_all_of_them_and_one
         for path in ("auto", "chunked", "chunked"):
             assert not can_skip_logits(model, cpu_config(micro_token_budget=budget, logits=path))
     [record] = caplog.records
-    assert (
-        "Qwen2ForCausalLM changes its logits behind the output layer in another way than its configuration says" in record.message
-    )
+    assert "Qwen2ForCausalLM changes its logits behind the output layer" in record.message
 
 
 def test_a_cap_that_small_logits_hardly_show_is_found():
@@ -352,7 +350,7 @@ def test_the_check_changes_neither_modes_nor_random_numbers():
 
 
 def test_an_unknown_path_is_refused():
-    with pytest.raises(ConfigError, match=r"logits \(some\) must be one of auto, full, chunked"):
+    with pytest.raises(ConfigError, match=r"logits \(some\) .*auto, full, chunked"):
         cpu_config(logits="some")
 
 

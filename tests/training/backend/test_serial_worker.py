@@ -75,9 +75,7 @@ def test_operations_behind_a_failure_say_what_failed_and_how_to_go_on():
     first, second = worker.submit("forward_backward", lambda: 1 / 0), worker.submit("optim_step", lambda: 1)
     with pytest.raises(ZeroDivisionError):
         first.wait()
-    with pytest.raises(
-        BackendStoppedError, match=r"optim_step did not run, because forward_backward failed.*reset\(\)"
-    ) as caught:
+    with pytest.raises(BackendStoppedError, match=r"optim_step did not run, .*forward_backward failed.*reset\(\)") as caught:
         second.wait()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert worker.reset().wait() is None

@@ -48,9 +48,9 @@ def test_a_fault_on_one_rank_is_raised_on_all_and_leaves_the_checkpoint_before(f
     assert len(found["faults"]) == 5
     for fault, result in found["faults"].items():
         texts = result["errors"]
-        assert sum(text == "OSError: [Errno 28] No space left on device" for text in texts) == 1, fault
+        assert sum(text.startswith("OSError: [Errno 28] ") for text in texts) == 1, fault
         told = next(text for text in texts if text.startswith("RankError: "))
-        assert told.endswith("OSError: [Errno 28] No space left on device"), fault
+        assert "OSError: [Errno 28] " in told, fault
         assert result["left"] == ["latest.json", "step_000001"], fault
         assert result["damaged"] == [], fault
 
@@ -110,7 +110,7 @@ def test_an_export_needs_a_bucket_and_the_largest_tensor_on_rank_0_and_nothing_e
 def test_an_error_of_the_publisher_is_raised_on_all_ranks(found):
     first, second = found["exports"]["failed"]
     assert first["error"] == "PublishError: the server is gone"
-    assert second["error"].startswith("RankError: publishing weights failed on rank 0 of 2, on ")
+    assert second["error"].startswith("RankError: publishing weights failed on rank 0")
     assert second["error"].endswith("PublishError: the server is gone")
 
 

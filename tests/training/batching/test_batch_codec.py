@@ -72,7 +72,7 @@ def test_numbers_of_other_types_come_back_as_numbers_of_python(item, plain):
 
 @pytest.mark.parametrize("value", [(1, 2), {1: 2}, {1}, np.float32(1.0), 1 + 2j, {"in": [{"it": (1,)}]}])
 def test_metadata_that_would_come_back_changed_is_refused(value):
-    with pytest.raises(DataError, match=r"meta of the batch: odd.* is a .*, which cannot be stored"):
+    with pytest.raises(DataError, match=r"meta .*odd.* is a .*cannot be stored"):
         stored_and_read(SAWBatch([], {"odd": value}))
 
 
@@ -83,11 +83,11 @@ class OwnItem(SAWItem):
 @pytest.mark.parametrize(
     ("item", "error", "said"),
     [
-        (SAWItem([1], [1], [1], 1.0, meta={"action": "\ud800"}), DataError, "'action' in the meta of sample 0 cannot be stored"),
-        (SAWItem([1], [1], [1], 1.0, meta={"seed": 2**64}), DataError, "'seed' in the meta of sample 0 cannot be stored"),
-        (SAWItem(range(1), [1], [1], 1.0), DataError, "a sequence is a range, which cannot be stored"),
+        (SAWItem([1], [1], [1], 1.0, meta={"action": "\ud800"}), DataError, "'action' in the meta of sample 0"),
+        (SAWItem([1], [1], [1], 1.0, meta={"seed": 2**64}), DataError, "'seed' in the meta of sample 0"),
+        (SAWItem(range(1), [1], [1], 1.0), DataError, "a sequence is a range"),
         (SAWItem(np.ones((2, 2), int), [1], [1], 1.0), DataTypeError, "sample 0: input_ids"),
-        (OwnItem([1], [1], [1], 1.0), DataError, "a OwnItem cannot be stored: its own fields would be lost"),
+        (OwnItem([1], [1], [1], 1.0), DataError, "OwnItem cannot .*stored: .*own fields"),
     ],
 )
 def test_samples_that_would_come_back_changed_or_not_at_all_are_refused(item, error, said):
@@ -123,12 +123,10 @@ def test_other_bytes_are_refused(head, table):
         [["="]],
         3,
     ):
-        with pytest.raises(
-            CheckpointError, match=r"pending batches .* cannot be read: .*; resume it with the ludic that saved it"
-        ):
+        with pytest.raises(CheckpointError, match=r"pending batches .*cannot be read: .*; resume it"):
             load(pending)
 
 
 def test_pending_batches_of_the_first_version_are_refused_with_both_versions():
-    with pytest.raises(CheckpointError, match="they have version 1, this ludic reads 4; resume it with the ludic that saved it"):
+    with pytest.raises(CheckpointError, match=r"version 1, .*reads 4; resume it"):
         load(base64.b64encode(b"\x92\x01\x90").decode())

@@ -242,8 +242,8 @@ def test_other_fractions_are_another_batch():
 @pytest.mark.parametrize(
     ("fractions", "problem"),
     [
-        ([0.5], "sample 0 has 1 action_fractions for 2 action tokens; there must be one each"),
-        ([0.5, 0.0], r"action_fractions\[1\] of sample 0 is 0.0 in float32; it must be a finite number > 0"),
+        ([0.5], "sample 0 has 1 action_fractions for 2 action"),
+        ([0.5, 0.0], r"action_fractions\[1\] of sample 0 is 0\.0 .*> 0"),
         ([-0.5, 1.0], r"action_fractions\[0\] of sample 0 is -0.5"),
         ([0.5, 1e-60], r"action_fractions\[1\] of sample 0 is 0.0"),
         ([0.5, 1e60], "is inf in float32"),
@@ -263,7 +263,7 @@ def test_what_has_no_tokens_in_part_refuses_them():
     pairs = [
         replace(item, attachments=SampleAttachments(action_fractions=[0.5] * sum(item.action_mask))) for item in sorted_pairs(2)
     ]
-    with pytest.raises(DataError, match="a preference sample has one score, in which tokens cannot count in part"):
+    with pytest.raises(DataError, match=r"preference sample has one score, .*part"):
         PreferenceMacroBatch.ingest_pairs(pairs, 32)
     with pytest.raises(DataError, match="a batch credit compares whole answers"):
         candidates_of(MacroBatch.ingest(in_part(sorting_items(4)), 32))

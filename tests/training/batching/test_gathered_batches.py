@@ -2,6 +2,7 @@
 them."""
 
 import asyncio
+import re
 
 import pytest
 from rank_processes import on_two_ranks
@@ -32,9 +33,9 @@ def test_runs_on_two_ranks_with_a_source_each_are_those_of_one_process_and_resum
         assert_same_tensors(weights, reference, atol=1e-6)
     check_errors(first["errors"], second["errors"])
     [warning] = first["warnings"]
-    assert warning.startswith("Scripted does not say whether each of the 2 ranks gets its own samples; if all get the same")
+    assert re.search("^Scripted .*2 ranks .*its own samples", warning)
     assert second["warnings"] == []
-    assert "SameOnAll gives all ranks the same samples, so that each would be trained 2 times" in first["refusal"]
+    assert re.search("SameOnAll .*same samples, .*2 times", first["refusal"])
 
 
 def check_errors(first, second):
@@ -44,13 +45,10 @@ def check_errors(first, second):
     assert first[1][2].startswith("raised by rank 1, on ")
     assert [first[2][1], second[2][1]] == ["bad data of rank 0", "bad data of rank 1"]
     assert first[3] == second[3]
-    assert first[3][:2] == [
-        "DataError",
-        "the group 0 is on the ranks 0 and 1; give each rank's source other names, for example with the rank in them, or other "
-        "samples",
-    ]
+    assert first[3][0] == "DataError"
+    assert re.search("group 0 .*ranks 0 and 1; .*other names", first[3][1])
     assert first[4][:2] == second[4][:2]
-    assert "'thing' in the meta of the batch cannot be sent" in first[4][1]
+    assert "meta of the batch cannot be sent" in first[4][1]
     assert first[5][:2] == second[5][:2] == ["StopRequested", "enough"]
     assert (first[6], second[7]) == (["CancelledError", ""], ["KeyboardInterrupt", ""])
     for other, rank in ((second[6], 0), (first[7], 1)):  # told, and not left until a deadline

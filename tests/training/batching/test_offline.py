@@ -165,7 +165,7 @@ def test_errors_name_the_missing_file_or_field(tmp_path):
         source_of('{"id": "a", "steps": [{"prev_obs": "q", "action": "a", "reward": 1}]}\n{"id"')
     with pytest.raises(DataError, match=r"file\.jsonl:1 has no steps"):
         source_of("{}")
-    with pytest.raises(DataError, match=r"file\.jsonl:1: a step of this rollout cannot be read: has no 'reward'"):
+    with pytest.raises(DataError, match=r"file\.jsonl:1: .*cannot be read: has no 'reward'"):
         source_of('{"steps": [{"prev_obs": "q", "action": "a"}]}')
     with pytest.raises(DataError, match="Missing rollout-time token trace"):
         source_of('{"steps": [{"prev_obs": "q", "action": "a", "reward": 1}]}')
@@ -256,7 +256,7 @@ def test_any_object_with_apply_chat_template_can_be_the_tokenizer():
 @pytest.mark.parametrize(
     ("tokenizer", "step", "message"),
     [
-        (ListTokenizer([1, 2], [1, 3, 4]), chat_step(), "not a prefix of the ids of prompt and completion"),
+        (ListTokenizer([1, 2], [1, 3, 4]), chat_step(), "not a prefix .*prompt and completion"),
         (ListTokenizer([1, 2], [1, 2]), chat_step(), "empty completion"),
         (ListTokenizer([1, 2], [1, 2, 3]), Step(0, "o", "a", None, 1.0, False, True), "no chat_prompt_messages"),
     ],

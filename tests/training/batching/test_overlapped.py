@@ -4,6 +4,7 @@ leaves, and that no prompt is lost or repeated."""
 import asyncio
 import json
 import random
+import re
 
 import pytest
 from hypothesis import given, strategies as st
@@ -288,7 +289,7 @@ async def test_the_trainer_computes_in_a_thread_only_when_batches_overlap(tmp_pa
 def test_a_source_lag_above_the_trainers_max_lag_is_refused(tmp_path):
     source = OverlappedSource(Prompts(), max_lag=2)
     options = {"model": tiny_model(), "algo": make_grpo(group_size=4), "batch_source": source}
-    with pytest.raises(ConfigError, match="up to 2 versions old; raise it to 2"):
+    with pytest.raises(ConfigError, match="2 versions old; raise it to 2"):
         Trainer(cfg=cpu_config(max_lag=1), **options)
     Trainer(cfg=cpu_config(max_lag=2), **options)
 
@@ -346,7 +347,7 @@ async def test_waiting_for_pending_batches_has_a_deadline_and_leaves_them_runnin
     source = OverlappedSource(Prompts(turns=10**6), max_lag=1)
     source._start_next()
     await source.finish_pending(0.01)
-    assert "a batch was not generated within 0.01 s; the checkpoint is saved without it" in caplog.text
+    assert re.search(r"within 0\.01 s; .*checkpoint is saved without it", caplog.text)
     assert not source._pending[0].task.done()
     await source.aclose()
 
@@ -389,5 +390,5 @@ async def test_a_batch_that_json_has_no_form_for_is_generated_again_and_a_warnin
     await source.next_batch()
     await source.finish_pending()
     assert source.state_dict() == {"position": 2}
-    assert "meta of the batch: seen_at is a object, which cannot be stored" in caplog.text
+    assert re.search("meta .*seen_at is a object, .*stored", caplog.text)
     await source.aclose()

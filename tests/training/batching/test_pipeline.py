@@ -3,6 +3,7 @@ server are marked."""
 
 import asyncio
 import copy
+import re
 import sys
 import threading
 
@@ -222,7 +223,7 @@ async def test_what_cannot_be_sent_is_logged_and_left_out(caplog):
     bad.weight = float("nan")
     await act(Engine([bad], [item("b")]), log)
     assert names(await source_of(log).next_batch()) == ["b"]
-    assert "a group of 1 samples cannot be sent and is left out: sample 0: weight is NaN" in caplog.text
+    assert re.search("group of 1 samples .*sample 0: weight is NaN", caplog.text)
 
 
 async def test_an_actor_ends_when_it_is_cancelled_while_the_queue_is_full():
@@ -314,7 +315,7 @@ async def test_a_save_does_not_wait_for_a_queue_that_cannot_be_reached(caplog):
         failing = call
         await asyncio.wait_for(source.checkpoint_saved(), 30)
     assert refused == ["forget", "announce"]  # each was tried once
-    assert caplog.text.count("until the next checkpoint: the queue cannot be reached") == 2
+    assert caplog.text.count("checkpoint: the queue cannot be reached") == 2
     failing = ""
     assert names(await source.next_batch()) == ["1"]
     source.state_dict()
@@ -378,8 +379,9 @@ async def test_what_is_no_group_is_set_aside_with_its_reason(caplog):
     batch = await source_of(log).next_batch()
     assert names(batch) == ["good"]
     assert batch.meta["queue/aside"] == 1
-    assert [kept.reason for kept in log.aside()] == ["the entry has 16 bytes, which is less than its header"]
-    assert "was set aside: the entry has 16 bytes" in caplog.text
+    [kept] = log.aside()
+    assert re.search("16 bytes, .*less than its header", kept.reason)
+    assert re.search("set aside: .*16 bytes", caplog.text)
 
 
 async def test_lost_data_cost_only_what_was_in_the_queue(caplog):
@@ -434,7 +436,7 @@ async def test_a_second_trainer_takes_the_queue_over():
 
 
 async def test_waiting_for_actors_ends():
-    with pytest.raises(QueueError, match=r"no samples came to the queue 'ludic_queue' for 0.05 s; are actors running"):
+    with pytest.raises(QueueError, match=r"queue 'ludic_queue' for 0.05 s; .*actors running"):
         await source_of(memory_log(), wait_s=0.05).next_batch()
 
 

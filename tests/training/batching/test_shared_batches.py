@@ -2,6 +2,7 @@
 four."""
 
 import asyncio
+import re
 
 import pytest
 from rank_processes import on_ranks
@@ -79,16 +80,16 @@ def check_errors(everyone):
     assert [text for _, text in second["errors"][:5]] == [text for _, text in first["errors"][:5]]
     error, samples = second["patience"]
     assert error[0] == "RankError"
-    assert "for rank 0 (batch 0), which gave none; look for the cause there, or raise patience_s (0.2 s)" in error[1]
+    assert re.search(r"rank 0 \(batch 0\), .*patience_s \(0\.2 s\)", error[1])
     assert (samples, first["patience"][1]) == (2, 2)
     assert first["stop"] == second["stop"] == [9, ["StopRequested", "the run was asked to stop"]]
-    assert "waits for rank 0 (finished), which is at another point of the run (batch)" in second["disorder"][1]
+    assert re.search(r"rank 0 \(finished\), .*another point .*\(batch\)", second["disorder"][1])
     [[impure, failing], [other_impure, other_failing]] = first["impure"], second["impure"]
     assert impure == other_impure
     assert impure[0] == "RankError"
     assert "must not depend on the rank" in impure[1]
     assert failing[0] == "RankError"
-    assert "preparing a batch failed on rank 1 of 2" in failing[1]
+    assert re.search("preparing a batch .*rank 1 of 2", failing[1])
     assert other_failing == ["DataError", "no such key"]
 
 
@@ -109,7 +110,7 @@ def test_on_one_rank_it_is_the_inner_source():
 
 
 def test_rank_0_needs_a_source_and_a_positive_patience():
-    with pytest.raises(ConfigError, match="rank 0 asks the batch source for all ranks, and it has none"):
+    with pytest.raises(ConfigError, match=r"rank 0 .*all ranks, .*has none"):
         SharedBatches(None)
     with pytest.raises(ConfigError, match=r"patience_s \(0\)"):
         SharedBatches(PromptSource(), patience_s=0)
@@ -145,7 +146,7 @@ async def test_ranks_wait_for_a_batch_in_progress_but_not_for_long_after_a_stop(
     waiting = asyncio.ensure_future(shared.next_batch())
     await shared._inner.begun.wait()
     meeting.request_stop(15)
-    with pytest.raises(StopRequested, match=r"a batch was not generated within 0.05 s"):
+    with pytest.raises(StopRequested, match=r"batch .*not generated within 0.05 s"):
         await waiting
     assert shared._inner.cancelled
     with pytest.raises(StopRequested, match=r"the run was asked to stop$"):
@@ -184,7 +185,7 @@ def test_a_source_of_each_rank_that_cannot_return_all_samples_is_refused():
         async def next_batch(self):
             return SAWBatch([])
 
-    with pytest.raises(ConfigError, match=r"each rank its own samples \(shards_across_ranks\), so SharedBatches would use"):
+    with pytest.raises(ConfigError, match=r"shards_across_ranks\), so SharedBatches"):
         SharedBatches(OfEachRank())
     assert as_batch_source(PromptSource()).divided_by_trainer is False
 
@@ -230,7 +231,7 @@ def test_a_shared_position_is_that_of_the_checkpoint_whatever_the_number_of_rank
 def test_positions_of_each_rank_are_not_taken_for_a_shared_one(monkeypatch):
     differing = {"ranks": [{"batch_source": {"position": 2}}, {"batch_source": {"position": 7}}]}
     for world in (1, 2, 3):
-        with pytest.raises(CheckpointError, match="has the data positions of 2 ranks, which differ"):
+        with pytest.raises(CheckpointError, match=r"data positions of 2 ranks, .*differ"):
             states_of(differing, Shared(), world, monkeypatch)
     equal = {"ranks": [{"batch_source": {"position": 2}}] * 2}
     assert states_of(equal, Shared(), 2, monkeypatch) == 2

@@ -69,5 +69,5 @@ def test_a_stream_without_samples_ends(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("ludic.training.batching.streamed.BARREN_ROWS", 10)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"n": 1, "samples": 0}\n')
-    with pytest.raises(ConfigError, match="11 rows of the stream in a row make no sample"):
+    with pytest.raises(ConfigError, match=r"11 rows .*make no sample"):
         take(source_of(path, buffer=2, batch_size=1), 1)

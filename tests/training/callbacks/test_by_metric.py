@@ -1,6 +1,7 @@
 """Keeping the best checkpoint and stopping by a metric, in runs that are killed and resumed."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -69,7 +70,7 @@ def states(callbacks):
 def test_the_run_ends_by_patience_and_keeps_the_best_checkpoint_and_the_last(whole):
     folder, trainer, callbacks = whole
     assert trainer.current_step == END
-    assert trainer.callbacks.stop.reason == "eval/loss was not better than 0.5 for 3 evaluations"
+    assert re.search(r"eval/loss .*0\.5 for 3 evaluations", trainer.callbacks.stop.reason)
     assert states(callbacks) == [{"best": 0.5, "best_step": BEST}, {"best": 0.5, "stale": 3}]
     assert sorted(path.name for path in folder.glob("step_*")) == [f"step_{step:06d}" for step in (BEST, END)]
     named = json.loads((folder / "best.json").read_text())
@@ -95,7 +96,7 @@ def test_a_best_whose_checkpoint_is_gone_is_forgotten(tmp_path, caplog):
     assert run(tmp_path, 2, kill_at=8)[0] is None
     shutil.rmtree(tmp_path / "step_000004")
     _, (keep, _) = run(tmp_path, 2, resumed=True)
-    assert "the best checkpoint, of step 4, is missing or damaged" in caplog.text
+    assert re.search("checkpoint, of step 4, .*damaged", caplog.text)
     assert (keep.best, keep.best_step) == (0.55, 10)
     named = json.loads((tmp_path / "best.json").read_text())
     assert named["checkpoint"] == "step_000010"
@@ -161,7 +162,7 @@ def test_the_metrics_of_seeds_are_read_under_their_own_prefix(name):
 @pytest.mark.parametrize("callback", [KeepBest("loss"), StopOnMetric("eval/loss", patience=1)])
 def test_a_metric_of_evaluations_is_refused_where_there_are_none(tmp_path, callback, every, has_evaluator):
     """Regression test: the callback did nothing, and nothing said so."""
-    with pytest.raises(ConfigError, match=r"'.* eval/loss' reads (eval/)?loss of evaluations, and there are none"):
+    with pytest.raises(ConfigError, match=r"'.* eval/loss' reads (eval/)?loss .*there are none"):
         Trainer(
             model=tiny_model(),
             algo=make_grpo(group_size=4),

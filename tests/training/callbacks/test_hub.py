@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +78,7 @@ def test_a_failed_push_is_logged_and_the_next_one_is_tried(tmp_path, caplog):
     trainer = trainer_of(tmp_path, hub)
     trainer.train_sync(1)
     trainer.train_sync(1)
-    assert "the checkpoint of step 1 could not be pushed to me/mine" in caplog.text
+    assert re.search("step 1 could not .*pushed to me/mine", caplog.text)
     assert "the hub is away" in caplog.text
     assert [call[0] for call in hub.calls] == ["create", "step 2"]
 
@@ -101,7 +102,7 @@ def test_the_end_waits_for_a_limited_time_in_total(tmp_path, caplog, monkeypatch
     trainer = trainer_of(tmp_path, StubHub(gate=gate), every=2, end_patience_s=600.0)
     trainer.train_sync(3)
     assert waits.seconds == [600.0]
-    assert "the checkpoint of step 2 was not pushed to me/mine within 600 s" in caplog.text
+    assert re.search("step 2 .*not pushed to me/mine within 600 s", caplog.text)
     asyncio.run(trainer.ensure_checkpoint())  # as the commands do after the end
     assert (tmp_path / "step_000003").is_dir()
     assert waits.seconds == [600.0]

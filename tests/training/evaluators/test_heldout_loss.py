@@ -82,5 +82,5 @@ def test_samples_are_truncated_as_in_training_and_an_empty_rest_is_an_error():
     long = SAWItem([5, 6, 7, 8, 9, 10], [1] * 6, [0, 1, 1, 1, 1, 1], 1.0)
     assert HeldOutLoss(model, [long], cfg).measure()["tokens"] == 3.0
     late = SAWItem([5, 6, 7, 8, 9, 10], [1] * 6, [0, 0, 0, 0, 1, 1], 1.0)
-    with pytest.raises(ConfigError, match=r"none of the 1 held-out samples .* max_seq_len \(4\)"):
+    with pytest.raises(ConfigError, match=r"none of the 1 held-out .*max_seq_len \(4\)"):
         HeldOutLoss(model, [late], cfg)

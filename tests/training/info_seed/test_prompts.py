@@ -105,7 +105,7 @@ def test_of_a_chat_the_last_message_of_the_user_is_tagged():
 
 def test_an_environment_that_goes_on_is_refused():
     env = SeedTaggedEnv(Sum(2, ends=False), 1, "{seed}")
-    with pytest.raises(ConfigError, match="needs environments of one turn; Sum goes on"):
+    with pytest.raises(ConfigError, match="environments of one turn; Sum"):
         asyncio.run(env.step({"agent_0": "8"}))
 
 

@@ -192,7 +192,7 @@ def test_a_state_that_is_no_json_costs_no_checkpoint(tmp_path, caplog):
             raise KeyError("never saved")
 
     trainer_of(Odd(), folder=tmp_path, every=1).train_sync(1)
-    assert "the state of the callback Odd cannot be saved" in caplog.text
+    assert "callback Odd cannot be saved" in caplog.text
     assert read_json(tmp_path / "step_000001" / "trainer_state.json")["callbacks"]["states"] == {}
     assert trainer_of(Odd(), folder=tmp_path, resume_from=1).current_step == 1
 
@@ -241,7 +241,7 @@ def test_what_is_asked_for_at_the_end_is_refused(tmp_path, caplog, ask):
 @pytest.mark.parametrize("at_rank_0", [[], ["Recorder", "named"]])
 def test_other_callbacks_than_those_of_rank_0_are_refused(monkeypatch, at_rank_0):
     monkeypatch.setattr(ranks, "ask_rank_0", lambda doing, question: at_rank_0)
-    with pytest.raises(ConfigError, match=r"has the callbacks \['Recorder'\], and rank 0 \["):
+    with pytest.raises(ConfigError, match=r"callbacks \['Recorder'\], and rank 0 \["):
         trainer_of(Recorder())
 
 
@@ -280,9 +280,9 @@ class OfAnotherLibrary(Callback):
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        ("Recorder", "'Recorder' is not a ludic.training.Callback; pass an object"),
-        (Recorder, "Recorder'> is not a ludic.training.Callback; pass an object"),
-        (OfAnotherLibrary(), "OfAnotherLibrary.on_step_end is never called; a callback has on_checkpoint, on_end"),
+        ("Recorder", "'Recorder' is not .*Callback; .*object"),
+        (Recorder, "Recorder'> is not .*Callback; .*object"),
+        (OfAnotherLibrary(), "OfAnotherLibrary.on_step_end is never called; .*on_checkpoint, on_end"),
     ],
 )
 def test_what_would_never_be_called_is_refused(callback, message):
@@ -314,7 +314,7 @@ def test_two_ranks_stop_together_and_rank_0_alone_calls(tmp_path):
     ended = {"step": 4, "stop": "eval/loss was not better than 0.4 for 2 evaluations"}
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["whole"] == [{**ended, "seen": [1, 2, 3, 4]}, {**ended, "seen": []}]
-    assert "rank 1 has the callbacks [], and rank 0 ['Failing']" in found["unequal"][1]
-    assert "rank 1 has the callbacks [], and rank 0 ['Failing']" in found["unequal"][0]
+    assert "callbacks [], and rank 0 ['Failing']" in found["unequal"][1]
+    assert "callbacks [], and rank 0 ['Failing']" in found["unequal"][0]
     assert found["resumed"] == [{**ended, "seen": []}, {**ended, "seen": []}]
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000004"]

@@ -88,21 +88,19 @@ def test_a_state_without_a_controller_is_warned_of(caplog):
 
 
 def test_a_damaged_state_is_a_checkpoint_error():
-    with pytest.raises(CheckpointError, match="the state of the controller 'kl' in the checkpoint is invalid"):
+    with pytest.raises(CheckpointError, match=r"controller 'kl' .*checkpoint is invalid"):
         make().load_state_dict({"kl": {"alpha": 0.2}, "entropy": {}})
 
 
 def test_controllers_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="'kl' and 'meta' both set beta; keep one of them"):
+    with pytest.raises(ConfigError, match="'kl' and 'meta' both set beta"):
         make(kinds=("kl", "meta"))
     with pytest.raises(ConfigError, match="two controllers have the name 'kl'"):
         make(kinds=("kl", "kl"))
-    with pytest.raises(
-        ConfigError, match=r"sets a beta that is not the algorithm's; pass it one of algo\.coefficients, which are: tau"
-    ):
+    with pytest.raises(ConfigError, match=r"sets a beta .*algo\.coefficients, .*: tau"):
         Control([KLController(Coefficient(0.1), target=0.1, horizon=10)], algorithm({"tau": Coefficient(0.3)}))
     beta = Coefficient(0.1)
-    with pytest.raises(ConfigError, match="'kl' reads the KL to a reference, which maxent_grpo does not measure"):
+    with pytest.raises(ConfigError, match=r"'kl' reads the KL .*maxent_grpo"):
         Control([KLController(beta, target=0.1, horizon=10)], algorithm({"beta": beta}, TokenClippedSurrogateLoss()))
     tau = Coefficient(0.1)
     with pytest.raises(ConfigError, match=r"must be at most log\(group_size\) = log\(4\)"):

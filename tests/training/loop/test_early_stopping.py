@@ -89,7 +89,7 @@ def test_missing_best_weights_are_reported(tmp_path, caplog):
     trainer, evaluator = run(folder=tmp_path, patience=9, steps=4)
     trainer.early_stopping.best_step = 1
     assert trainer.restore_best() is None
-    assert "the best weights, of step 1, are missing" in caplog.text
+    assert "best weights, of step 1, are missing" in caplog.text
     assert_same_tensors(weights_of(trainer.model), evaluator.weights[4])
 
 
@@ -134,13 +134,13 @@ def test_the_direction_follows_from_the_metric_unless_the_mode_is_explicit(metri
 
 
 def test_a_metric_of_unknown_direction_needs_a_mode():
-    with pytest.raises(ConfigError, match=r"early_stopping_metric \(frobs\) .* set early_stopping_mode to min or max"):
+    with pytest.raises(ConfigError, match=r"early_stopping_metric \(frobs\) .*early_stopping_mode .*min or max"):
         metric_direction(cpu_config(early_stopping_metric="frobs"))
     assert metric_direction(cpu_config(early_stopping_metric="frobs", early_stopping_mode="max")) == "max"
 
 
 def test_a_patience_without_evaluations_is_refused():
-    with pytest.raises(ConfigError, match=r"early_stopping_patience \(2\) counts evaluations, and there are none"):
+    with pytest.raises(ConfigError, match=r"early_stopping_patience \(2\) .*there are none"):
         Trainer(
             model=tiny_model(),
             algo=make_grpo(group_size=4),

@@ -1,5 +1,7 @@
 """Invalid combinations of a trainer's parts: several ranks, and schedules of unknown length."""
 
+import re
+
 import pytest
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
@@ -74,7 +76,7 @@ def two_ranks(monkeypatch):
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("wrap", [lambda source: source, OverlappedSource])
 def test_a_source_that_plays_the_same_prompts_on_every_rank_is_refused(wrap):
-    with pytest.raises(ConfigError, match=r"gives each of 2 ranks the same prompts; .*shards_across_ranks=True"):
+    with pytest.raises(ConfigError, match=r"2 ranks .*same prompts; .*shards_across_ranks=True"):
         setup_checks.check_ranks(wrap(playing_source()))
 
 
@@ -91,7 +93,7 @@ def test_sources_that_divide_samples_between_ranks_are_accepted(caplog):
 def test_a_source_that_does_not_declare_it_causes_a_warning(caplog):
     setup_checks.check_ranks(ListSource(sorting_items(4)))
     [record] = caplog.records
-    assert "ListSource does not say whether each of the 2 ranks" in record.getMessage()
+    assert re.search("ListSource .*each of the 2 ranks", record.getMessage())
 
 
 def test_a_single_rank_accepts_any_source(caplog):

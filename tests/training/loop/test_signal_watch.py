@@ -1,6 +1,8 @@
 """Warnings about steps without a learning signal and batches without trainable samples. Each is
 logged once."""
 
+import re
+
 import pytest
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
@@ -26,7 +28,7 @@ def test_a_series_of_batches_without_a_signal_warns_once(caplog):
     for _ in range(3 * PATIENCE):
         watch.count_batch(items(0.0))
     assert len(warnings_of(caplog)) == 1
-    assert f"all samples of {PATIENCE} batches in a row have weight 0" in warnings_of(caplog)[0]
+    assert re.search(f"{PATIENCE} batches in a row .*weight 0", warnings_of(caplog)[0])
 
 
 def test_one_sample_with_a_gradient_is_a_signal(caplog):
@@ -52,10 +54,10 @@ def test_prompts_that_leave_no_room_warn_once_with_their_length_and_the_limit(ca
     cfg = cpu_config(max_seq_len=5, max_empty_batches=7)
     trainer = Trainer(model=tiny_model(), algo=make_reinforce(), batch_source=source, cfg=cfg)
     said = r"the shortest prompt has 8 tokens, and max_seq_len is 5: raise that"
-    with pytest.raises(EmptyBatchError, match=rf"7 batches in a row had no sample to train on.*{said}"):
+    with pytest.raises(EmptyBatchError, match=rf"7 batches in a row .*{said}"):
         trainer.train_step_sync()
     (record,) = caplog.records
-    assert record.getMessage() == f"a batch of 1 samples has none to train on ({said}); fetching the next"
+    assert re.search(f"1 samples .*none to train on .{re.escape(said)}.", record.getMessage())
 
 
 def test_truncation_that_leaves_room_for_an_answer_is_not_blamed(caplog):

@@ -244,7 +244,7 @@ def test_value_and_gradient_are_those_of_the_oracle_for_any_split(loss_type, div
 
 @pytest.mark.parametrize("beta", [0.0, -0.1, math.inf, math.nan])
 def test_a_beta_that_holds_nothing_is_refused(beta):
-    with pytest.raises(ConfigError, match=r"beta \(.*\) must be a finite number > 0"):
+    with pytest.raises(ConfigError, match=r"beta \(.*\) .*finite number > 0"):
         make_dpo(beta=beta)
 
 

@@ -3,6 +3,7 @@ line says why."""
 
 import asyncio
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_a_model_that_reads_padding_gets_samples_of_one_length(caplog):
         gradients[name] = gradients_of(model)
     assert_same_tensors(gradients["trainer"], gradients["alone"], atol=1e-5)
     said = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
-    assert "only samples of one length are computed together: Anticipating has other logits for padded rows" in str(said)
+    assert "Anticipating has other logits for padded rows" in str(said)
 
 
 class WithLogits(torch.nn.Module):
@@ -72,7 +73,7 @@ def test_nan_that_only_a_layout_has_is_a_fault():
         logits[~mask.all(dim=-1), 2] = torch.nan
 
     reason = find_fault(WithLogits(tiny_model(), spoil), cpu_config(), "padded rows")
-    assert reason == "WithLogits has other logits for padded rows than for samples alone"
+    assert re.search("WithLogits .*padded rows .*samples alone", reason)
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.finfo(torch.float32).min])
@@ -90,12 +91,12 @@ def test_a_model_that_does_not_accept_padding_gets_samples_of_one_length(caplog)
             raise ValueError("padding is not supported")
 
     assert with_right_layout(cpu_config(), WithLogits(tiny_model(), refuse)).overhead_tokens == 0
-    assert "does not accept padded rows (ValueError: padding is not supported)" in caplog.text
+    assert "padded rows (ValueError: padding is not supported)" in caplog.text
 
 
 def test_pairs_need_padding():
     cfg = DPOTrainerConfig(model_device="cpu", pad_token_id=0, max_seq_len=64, micro_token_budget=256)
-    with pytest.raises(ConfigError, match="other logits for padded rows than for samples alone, and pairs"):
+    with pytest.raises(ConfigError, match=r"logits for padded rows .*pairs"):
         with_right_layout(cfg, Anticipating(tiny_model()))
 
 
@@ -106,10 +107,10 @@ def test_a_model_that_reads_the_tokens_it_predicts_is_named(caplog):
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_chunks_of_which_only_the_mask_knows_count_if_samples_can_exceed_them(layout):
-    for size, reason in ((16, "attends in windows of which only its mask knows"), (64, None)):
+    for size, reason in ((16, "windows of which only its mask knows"), (64, None)):
         model = make_architecture("llama4_text", attention_chunk_size=size)
         found = find_fault(model, cpu_config(max_seq_len=64), layout, attention="ludic_packed")
-        assert found == (reason and f"Llama4ForCausalLM {reason}")
+        assert re.search(f"^Llama4ForCausalLM .*{reason}$", found) if reason else found is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,5 +1,7 @@
 """Which groups become which batch: laws over every order in which they can come."""
 
+import re
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -107,7 +109,7 @@ def test_a_group_that_is_refused_three_times_is_given_up_and_counts_as_failed():
     assert [arrivals.refuse(Entry(str(i), 0, b""), f"bad {i}") for i in range(3)] == [False, False, True]
     (failed,) = arrivals.find_batch(0)
     assert list(failed.played) == []
-    assert "refused 3 times; the last time: bad 2" in failed.played.failures[0].error
+    assert re.search("refused 3 times; .*bad 2", failed.played.failures[0].error)
     assert arrivals.abandoned == 1
 
 

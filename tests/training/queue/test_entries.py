@@ -134,19 +134,19 @@ def test_a_group_of_a_lease_has_its_facts():
     ("changes", "message"),
     [
         ({"reward": math.nan}, "reward of step 0 is nan"),
-        ({"reward": 1e308}, r"reward of step 0 is 1e\+308; it must be a finite number of float32"),
+        ({"reward": 1e308}, r"reward of step 0 is 1e\+308; .*float32"),
         ({"reward": -1e308}, r"reward of step 0 is -1e\+308"),
-        ({"trace": TokenTrace([1], [2], [5.0])}, "step 0 of rollout r0 has the log-probability 5; it must be at most 0"),
+        ({"trace": TokenTrace([1], [2], [5.0])}, "step 0 of rollout r0 .*log-probability 5; "),
         ({"trace": TokenTrace([], [])}, "no tokens"),
-        ({"info": {"policy_version": -1}}, "policy_version -1; it must be a whole number from 0"),
+        ({"info": {"policy_version": -1}}, r"policy_version -1; .*from 0"),
         ({"info": {"policy_version": 2**62}}, "policy_version 4611686018427387904"),
         ({"trace": None}, "Missing rollout-time token trace"),
-        ({"trace": TokenTrace([1], [2], [math.inf])}, "step 0 of rollout r0 has the log-probability inf; it must be finite"),
+        ({"trace": TokenTrace([1], [2], [math.inf])}, "step 0 of rollout r0 .*log-probability inf; "),
         ({"trace": TokenTrace([1], [-2])}, "has the token id -2"),
         ({"trace": TokenTrace([2**31], [2])}, "token id 2147483648|2147483648"),
         ({"info": {"policy_version": "new"}}, "has policy_version 'new'"),
         ({"info": {"x": 2**70}}, "cannot be sent"),
-        ({"action": 5}, "action of step 0 is of type int"),
+        ({"action": 5}, "step 0 is of type int"),
     ],
 )
 def test_what_cannot_be_trained_on_is_not_sent_or_not_read(changes, message):
@@ -176,7 +176,7 @@ def test_metadata_that_the_trainer_computes_with_has_the_right_type(meta, messag
     ("changes", "message"),
     [
         ({"version": -(2**62)}, "the group has policy_version -4611686018427387904"),
-        ({"version": 10_006}, "policy_version 10006; it must be a whole number from 0 to 10005"),
+        ({"version": 10_006}, "policy_version 10006; .*0 to 10005"),
         ({"attempt": -1}, r"attempt \(-1\) must be >= 0"),
         ({"played": PlayedRollouts([], RolloutCounts(num_episodes=-5), [])}, r"num_episodes \(-5\) must be >= 0"),
         ({"played": PlayedRollouts([], RolloutCounts(), [], num_requested=-1)}, r"num_requested \(-1\) must be >= 0"),
@@ -191,7 +191,7 @@ def test_counts_and_versions_are_possible_ones(changes, message):
 def test_ids_are_in_the_vocabulary_of_the_trainer(token):
     check = SampleCheck(vocab_size=300)
     for trace in (TokenTrace([1, token], [2], [-1.0]), TokenTrace([1], [2, token], [-1.0, -1.0])):
-        with pytest.raises(EntryError, match=f"the token id {token}, but the policy's vocabulary has 300"):
+        with pytest.raises(EntryError, match=f"token id {token}, .*vocabulary has 300"):
             decode_group(encode_group(example(trace=trace)), check=check)
     decode_group(encode_group(example(trace=TokenTrace([299], [299], [1e-4]))), check=check)
 
@@ -214,7 +214,7 @@ def test_the_rollouts_of_a_group_are_distinct():
     [
         (EntryLimits(max_bytes=100), "100"),
         (EntryLimits(max_rollouts=1), "2 rollouts"),
-        (EntryLimits(max_groups=1), r"2 groups \(group_id\); an entry has 1 at most"),
+        (EntryLimits(max_groups=1), r"2 groups \(group_id\); .*1 at most"),
     ],
 )
 def test_limits_are_those_of_the_reader(limits, message):

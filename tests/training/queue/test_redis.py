@@ -1,6 +1,7 @@
 """`RedisLog` on a real server: what happens when it is killed, emptied, full, or does not answer.
 The laws of all logs come first."""
 
+import re
 import subprocess
 import threading
 
@@ -185,7 +186,7 @@ def test_a_full_server_refuses_entries_and_still_lets_the_trainer_forget(tmp_pat
         log = owned(server.url)
         log.offer("trainer", [Work(number, 0) for number in range(50)])
         leases = [log.lease("actor") for _ in range(50)]
-        with pytest.raises(QueueError, match=r"is full .*save checkpoints more often, or raise maxmemory"):
+        with pytest.raises(QueueError, match=r"is full .*checkpoints more often, .*raise maxmemory"):
             any(not log.deliver(lease, b"x" * 1_000_000) for lease in leases)
         delivered = len(log.read(None))
         assert 1 <= delivered < 50
@@ -203,7 +204,7 @@ def test_a_full_server_refuses_entries_and_still_lets_the_trainer_forget(tmp_pat
             log.set_aside(refused, "no group")
         [aside] = log.aside()
         assert (aside.entry.position, aside.entry.payload) == (refused.position, b"")
-        assert aside.reason == "no group (its 1000000 bytes are not kept, since the server is full)"
+        assert re.search("1000000 bytes .*not kept, .*server is full", aside.reason)
         assert log.stats().aside == 1
         log.forget("trainer", log.read(None)[-1].position)
         assert log.deliver(leases[delivered], b"x" * 1_000_000)
@@ -257,7 +258,7 @@ def test_tls_is_verified(tmp_path):
 
 def test_an_entry_that_is_too_large_is_refused_before_it_is_sent():
     log = RedisLog("redis://127.0.0.1:1", "run")
-    with pytest.raises(DataError, match=r"an entry of 16777217 bytes is larger than 16777216"):
+    with pytest.raises(DataError, match=r"16777217 bytes .*larger than 16777216"):
         log.push(b"x" * (MAX_PAYLOAD_BYTES + 1), max_entries=1)
 
 

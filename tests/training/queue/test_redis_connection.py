@@ -154,7 +154,7 @@ class Facts:
 @pytest.mark.parametrize(
     ("facts", "problem"),
     [
-        ({"redis_version": "6.0.16"}, "is Redis 6.0.16; 6.2 or newer is needed"),
+        ({"redis_version": "6.0.16"}, r"Redis 6\.0\.16; 6\.2 or newer"),
         ({"maxmemory_policy": "allkeys-lru"}, "maxmemory-policy allkeys-lru, which deletes entries"),
     ],
 )

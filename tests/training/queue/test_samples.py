@@ -64,23 +64,23 @@ def test_arrays_come_back_as_lists():
     ("items", "problem"),
     [
         ([], "has 0 samples"),
-        ([item(weight=float("nan"))], "sample 0: weight is NaN, but it must be finite in float32"),
-        ([item(weight=1e39)], "sample 0: weight is 1e39, but it must be finite in float32"),
+        ([item(weight=float("nan"))], "sample 0: weight is NaN, .*finite"),
+        ([item(weight=1e39)], "sample 0: weight is 1e39, .*finite"),
         ([item(input_ids=[], attention_mask=[], action_mask=[])], "sample 0 has no tokens"),
-        ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5, 5.0])))], "the log-probability 5; it must be at most 0"),
-        ([item(meta={"policy_version": -1})], "policy_version -1; it must be a whole number from 0"),
-        ([item(meta={"policy_version": 2**62})], f"policy_version {2**62}; it must be a whole number from 0 to 2147483647"),
+        ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5, 5.0])))], "log-probability 5; .*at most 0"),
+        ([item(meta={"policy_version": -1})], r"policy_version -1; .*from 0"),
+        ([item(meta={"policy_version": 2**62})], rf"policy_version {2**62}; .*0 to 2147483647"),
         ([item(meta={"total_reward": 1e300})], "total_reward of a sample is 1e[+]300"),
-        ([item(action_mask=[0, 1])], "action_mask has length 2 but input_ids has length 3"),
-        ([item(action_mask=[0, 1, 2])], r"action_mask\[2\] is 2, but a mask holds only 0 and 1"),
-        ([item(input_ids=[5, 6, -1])], r"input_ids\[2\] is -1, but a token id must"),
+        ([item(action_mask=[0, 1])], "action_mask has length 2 .*input_ids has length 3"),
+        ([item(action_mask=[0, 1, 2])], r"action_mask\[2\] is 2, .*0 and 1"),
+        ([item(input_ids=[5, 6, -1])], r"input_ids\[2\] is -1, .*token id"),
         ([item(input_ids=[5, 6, 2**40])], r"input_ids\[2\] is 1099511627776"),
-        ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5])))], "sample 0 has 1 actor_logps for 2 action tokens"),
+        ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5])))], "sample 0 .*1 actor_logps for 2"),
         ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5, float("-inf")])))], "must be finite"),
-        ([item(attachments=SampleAttachments(action_fractions=[0.5]))], "sample 0 has 1 action_fractions for 2 action tokens"),
+        ([item(attachments=SampleAttachments(action_fractions=[0.5]))], "sample 0 .*1 action_fractions for 2"),
         ([item(attachments=SampleAttachments(action_fractions=[0.5, 0.0]))], r"action_fractions\[1\] of sample 0 is 0.0"),
         ([item(meta={"total_reward": float("nan")})], "total_reward of a sample is nan"),
-        ([item(meta={"policy_version": "3"})], "a sample has policy_version '3'; it must be a whole number"),
+        ([item(meta={"policy_version": "3"})], "policy_version '3'; .*whole number"),
         ([item(meta={"request_meta": [1]})], "request_meta"),
         ([item(meta={"request_meta": {"group_id": [1]}})], "group_id of a sample is a list"),
         ([item(meta={"rollout_id": [1]})], "rollout_id"),
@@ -98,7 +98,7 @@ def test_limits_are_kept():
     with pytest.raises(EntryError, match="1 to 2"):
         encode_samples(SampleGroup("p", 0, [item()] * 3), EntryLimits(max_rollouts=2))
     payload = encode_samples(SampleGroup("p", 0, [item()]))
-    with pytest.raises(EntryError, match="a sample has the token id 7, but the policy's vocabulary has 7"):
+    with pytest.raises(EntryError, match=r"token id 7, .*vocabulary has 7"):
         decode_samples(payload, check=SampleCheck(vocab_size=7))
 
 
@@ -117,11 +117,11 @@ def floats(*values):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"weights": floats(0.5, np.nan)}, "the weight of a sample is nan; weights must be finite numbers of float32"),
+        ({"weights": floats(0.5, np.nan)}, "weight of a sample is nan; .*finite"),
         ({"weights": floats(0.5, 1e39)}, "the weight of a sample is 1e[+]39"),
         ({"weights": floats(0.5)}, "the samples cannot be read"),
-        ({"meta": [{}, {3: 4}]}, "the metadata of a sample has a key that is no text"),
-        ({"logps": [b"\1\1", "<f8", floats(-1, -1, -1)]}, "there are 3 numbers for 4 action tokens"),
+        ({"meta": [{}, {3: 4}]}, "metadata .*a key .*no text"),
+        ({"logps": [b"\1\1", "<f8", floats(-1, -1, -1)]}, "3 numbers for 4 action tokens"),
         ({"logps": [b"\1", "<f8", floats(-1, -1)]}, "the samples cannot be read"),
         ({"logps": [b"\0\1", "|O", floats(-1, -1)]}, "has another structure"),
         ({"fractions": [b"\0\1", "<f8", floats(0.5, np.inf)]}, r"action_fractions\[1\] of sample 1 is inf"),

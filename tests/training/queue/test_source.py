@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import re
 
 import pytest
 from memory_log import MemoryLog, unreachable
@@ -240,10 +241,9 @@ async def test_entries_that_cannot_be_trained_on_are_set_aside_and_played_again(
     deliver(log, 0), deliver(log, 1)
     meta = (await waiting).meta
     assert meta["numbers"] == [0, 1]
-    assert [kept.reason for kept in log.aside()] == [
-        "the entry has 8 bytes, which is less than its header",
-        "the entry is of run another, this is r",
-    ]
+    short, foreign = (kept.reason for kept in log.aside())
+    assert re.search("8 bytes, .*less than its header", short)
+    assert re.search("run another, .*is r$", foreign)
     assert (meta["queue/aside"], meta["queue/abandoned"]) == (2, 0)
     await source.aclose()
 
@@ -270,7 +270,7 @@ async def test_a_batch_without_any_rollouts_is_an_error_that_names_the_first_fai
     waiting = asyncio.create_task(source.next_batch())
     await asyncio.sleep(0.5)
     deliver(log, failure="the environment broke"), deliver(log, failure="too")
-    with pytest.raises(RolloutError, match=r"all 2 groups of batch 0 failed; .* the environment broke"):
+    with pytest.raises(RolloutError, match=r"2 groups of batch 0 failed; .*environment broke"):
         await waiting
     await source.aclose()
 
@@ -415,7 +415,7 @@ async def test_a_log_that_cannot_be_reached_is_an_error_after_the_patience(log):
     waiting = asyncio.create_task(source.next_batch())
     await asyncio.sleep(0.5)
     log.fail, since = unreachable, log.clock()
-    with pytest.raises(QueueError, match=r"gave up after 30\d s .patience_s is 300.: .*cannot be reached"):
+    with pytest.raises(QueueError, match=r"30\d s .patience_s is 300.: .*cannot be reached"):
         await waiting
     assert 300 <= log.clock() - since < 310
     await source.aclose()
@@ -436,7 +436,7 @@ async def test_a_log_that_comes_back_costs_nothing(log):
 
 @in_virtual_time
 async def test_a_wait_without_actors_ends_after_the_patience(log):
-    with pytest.raises(QueueError, match=r"batch 0 waits for groups 0, 1: no actor has had work for 30\d s .*are actors running"):
+    with pytest.raises(QueueError, match=r"batch 0 .*groups 0, 1: .*30\d s .*actors running"):
         await make_source(log).next_batch()
 
 
@@ -446,7 +446,7 @@ async def test_a_wait_for_an_actor_that_never_delivers_ends_too(log):
     waiting = asyncio.create_task(source.next_batch())
     await asyncio.sleep(0.5)
     log.lease("a", lease_s=1e6)
-    with pytest.raises(QueueError, match=r"actors have work, and none was delivered for 40\d s"):
+    with pytest.raises(QueueError, match=r"have work, .*none was delivered for 40\d s"):
         await waiting
     await source.aclose()
 
@@ -521,7 +521,7 @@ def test_a_state_of_another_run_is_refused():
     state = source.state_dict()
     with pytest.raises(ConfigError, match="saved by a run without actors"):
         source.load_state_dict({"requests": {"position": 3}})
-    with pytest.raises(ConfigError, match="4 groups in a batch, here there are 2"):
+    with pytest.raises(ConfigError, match=r"4 groups in a batch, here .*2"):
         source.load_state_dict({**state, "groups_per_batch": 4})
     with pytest.raises(CheckpointError, match="no ledger"):
         source.load_state_dict({**state, "ledger": {}})

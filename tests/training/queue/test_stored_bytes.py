@@ -53,5 +53,5 @@ def test_a_group_of_a_queue():
 
 
 def test_samples_of_a_queue_in_the_first_form_are_refused_with_both_versions():
-    with pytest.raises(EntryError, match="the entry has version 1, this ludic reads 2; run the same ludic everywhere"):
+    with pytest.raises(EntryError, match=r"entry has version 1, .*reads 2"):
         decode_samples(SAMPLES)

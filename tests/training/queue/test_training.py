@@ -1,6 +1,7 @@
 """A trainer whose batches come through the queue: what it trains, saves, forgets and logs."""
 
 import asyncio
+import re
 import time
 
 import torch
@@ -137,6 +138,6 @@ async def test_ids_outside_the_vocabulary_are_set_aside_and_their_group_is_playe
     resumed, lines = await train(tmp_path / "cut", log, 2, resume_from=2, play_group=of_another_model)
     reasons = {each.entry.number: each.reason for each in log.aside()}
     assert set(reasons) == {1, 4}
-    assert all("step 0 of rollout" in said and "has the token id 5000, but the policy's" in said for said in reasons.values())
+    assert all(re.search("step 0 of rollout .*token id 5000, ", said) for said in reasons.values())
     assert torch.equal(weights_of(whole), weights_of(resumed))
     assert [line["train/num_samples"] for line in lines] == [GROUPS * MEMBERS] * 2

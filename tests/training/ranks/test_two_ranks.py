@@ -1,5 +1,7 @@
 """A step on two ranks with different numbers of samples equals the step on one."""
 
+import re
+
 import pytest
 import torch
 from rank_processes import on_two_ranks
@@ -88,7 +90,7 @@ def test_bfloat16_weights_have_masters_that_resume_on_two_ranks(tmp_path, wrappi
 
 @pytest.mark.integration
 def test_two_ranks_that_would_play_the_same_episodes_are_refused(tmp_path):
-    assert "gives each of 2 ranks the same prompts" in on_two_ranks("two_ranks_playing.py", tmp_path)["message"]
+    assert "each of 2 ranks the same prompts" in on_two_ranks("two_ranks_playing.py", tmp_path)["message"]
 
 
 def test_a_sharded_checkpoint_with_parameter_names_is_read_by_position(tmp_path):
@@ -132,15 +134,15 @@ def test_each_rank_resumes_with_its_data_and_generators_and_learns_of_a_full_dis
     for fails, each in ((fails, [errors[fails] for errors in result["errors"]]) for fails in ("replace_folder", "write_json")):
         first, second = each
         assert first.startswith("OSError: [Errno 28]"), fails
-        assert second.startswith("RankError: saving the checkpoint of step 0 failed on rank 0 of 2, on "), fails
-        assert second.endswith("OSError: [Errno 28] No space left on device")
+        assert re.search("^RankError: saving .*step 0 failed on rank 0 of", second), fails
+        assert "OSError: [Errno 28] " in second
 
 
 def test_positions_of_two_ranks_that_differ_are_refused_on_one_and_equal_ones_are_taken(tmp_path):
     trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=Positioned(), cfg=cpu_config())
     metadata = trainer._run_state()
     both = [{"batch_source": {"position": 2}}, {"batch_source": {"position": 7}}]
-    with pytest.raises(CheckpointError, match="has the data positions of 2 ranks, which differ, and there are 1 now"):
+    with pytest.raises(CheckpointError, match=r"data positions of 2 ranks, .*1 now"):
         trainer._restore_run({**metadata, "ranks": both})
     trainer._restore_run({**metadata, "batch_source": {"position": 2}, "ranks": [both[0], both[0]]})
     assert trainer.batch_source.position == 2

@@ -1,6 +1,7 @@
 """One check of what samplers, queues and a user's source hand to training, where each comes in."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -36,10 +37,10 @@ from ludic.types import ChatResponse, StepOutcome
 
 VOCABULARY = tiny_model().get_input_embeddings().weight.shape[0]
 FAULTS = {
-    "id": ({"ids": VOCABULARY}, f"the token id {VOCABULARY}, but the policy's vocabulary has {VOCABULARY}"),
-    "logit": ({"logp": 5.0}, "the log-probability 5; it must be at most 0"),
-    "version": ({"version": 2**62}, f"policy_version {2**62}; it must be a whole number from 0 to {MAX_LATER_VERSIONS}"),
-    "negative version": ({"version": -(2**62)}, f"policy_version -{2**62}; it must be"),
+    "id": ({"ids": VOCABULARY}, rf"token id {VOCABULARY}, .*vocabulary has {VOCABULARY}"),
+    "logit": ({"logp": 5.0}, "log-probability 5; .*at most 0"),
+    "version": ({"version": 2**62}, rf"policy_version {2**62}; .*0 to {MAX_LATER_VERSIONS}"),
+    "negative version": ({"version": -(2**62)}, f"policy_version -{2**62}; "),
 }
 """What each stream must refuse, and what is said."""
 
@@ -78,7 +79,7 @@ def test_a_sample_of_a_users_source_that_cannot_be_trained_on_is_named(fault, wr
     items = sorting_items(8)
     items[5] = broken(items[5], **changes)
     for given in (items, as_arrays(SAWBatch(items))):
-        with pytest.raises(DataError, match=f"sample r5/0 has {said}"):
+        with pytest.raises(DataError, match=f"sample r5/0 has .*{said}"):
             trainer_of(wrapped(Given(given))).train_step_sync()
     trainer_of(wrapped(Given(sorting_items(8)))).train_step_sync()
 
@@ -137,7 +138,8 @@ async def test_an_entry_that_cannot_be_trained_on_is_set_aside_once(fault):
     resumed = PipelineBatchSource("", batch_size=4, log=log, poll_timeout=0.001)
     resumed.load_state_dict(state)
     await trainer_of(resumed).train(1)
-    assert [said in each.reason for each in log.aside()] == [True]
+    [aside] = log.aside()
+    assert re.search(said, aside.reason)
     assert resumed.state_dict()["producers"] == {"p": 8}
 
 

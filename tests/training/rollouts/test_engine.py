@@ -3,6 +3,7 @@ leaks."""
 
 import asyncio
 import json
+import re
 from collections import Counter
 from typing import ClassVar
 
@@ -115,19 +116,16 @@ def test_a_limit_that_truncates_every_episode_is_reported_once(caplog):
     eng = engine()
     rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
     rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
-    assert cut(caplog.records) == [
-        "all 3 episodes were cut off after max_steps (1) before the environment (Counting) ended them; raise max_steps if episodes "
-        "have more turns: without it a batch source plays one turn"
-    ]
+    [message] = cut(caplog.records)
+    assert re.search(r"all 3 episodes .*max_steps \(1\) .*\(Counting\) .*raise max_steps", message)
 
 
 def test_an_episode_that_the_default_limit_cuts_off_is_reported(caplog):
     """One of two ended by itself: with the limit 1, which nobody may have chosen, that is
     enough."""
     rollouts(engine(), [request(goal=2), request(goal=1)], max_steps=1)
-    assert [message.split(" before")[0] for message in cut(caplog.records)] == [
-        "1 of 2 episodes were cut off after max_steps (1)"
-    ]
+    [message] = cut(caplog.records)
+    assert re.search(r"^1 of 2 episodes .*max_steps \(1\)", message)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +169,7 @@ def test_answers_that_reach_the_token_limit_are_reported_once_from_a_tenth_on(cu
 
 def test_the_penalty_of_an_agent_for_such_an_answer_is_the_one_reported(caplog):
     rollouts(engine(ScriptedClient("ab", finish_reason="length")), [request(goal=1)], max_steps=1)
-    assert rejected(caplog.records)[0].startswith("1 of 1 answers reached their token limit")
+    assert re.search("^1 of 1 answers .*token limit", rejected(caplog.records)[0])
 
 
 def test_failed_episodes_are_logged_with_their_error_and_their_request(flaky, tmp_path):

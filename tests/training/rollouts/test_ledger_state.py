@@ -91,14 +91,14 @@ def replace_in(state, path, value):
         (["groups", 0, "partials"], {"-1": 0}, "an interrupted member is not missing"),
         (["groups", 0], {"ordinal": 3}, "KeyError: 'position'"),
         (["groups", 0], 7, "is damaged: TypeError"),
-        (["groups", 0, "admitted"], 4, "a group was admitted after the last batch"),
+        (["groups", 0, "admitted"], 4, "group .*admitted after the last batch"),
         (["groups", 0, "prompt"], "p", "was saved with its prompt"),
         (["arrivals"], [0], "KeyError: 0"),
         (["arrivals"], {}, "no pool saves such arrivals"),
-        (["counts", "lost"], -1, r"counts \(-1\) must be a whole number >= 0"),
-        (["counts", "lost"], 100, "counts and groups are not all that were admitted"),
+        (["counts", "lost"], -1, r"counts \(-1\) .*>= 0"),
+        (["counts", "lost"], 100, "counts and groups .*not all"),
         (["batch"], "3", r"batch \('3'\)"),
-        (["members_per_group"], 3, "have 3 members each, here they have 2"),
+        (["members_per_group"], 3, "have 3 members each, here .*2"),
         (["format"], 2, "format 2, this version reads 1"),
         (["note"], 1, "no pool saves such note"),
     ],
@@ -135,12 +135,10 @@ class Stumbling:
 
 def test_members_and_prompts_that_cannot_be_read_are_named():
     state = next(state for state in STATES if any(group["members"] for group in state["groups"]))
-    with pytest.raises(
-        ConfigError, match=r"member \d of group \d+ cannot be read \(KeyError: 'tokens'\); take an older checkpoint"
-    ):
+    with pytest.raises(ConfigError, match=r"member \d of group \d+ .*KeyError: 'tokens'.*older checkpoint"):
         read_state(state, Stumbling(), 2, with_prompts=False)
     ledger, _ = read_state(state, MemberCodec(), 2, with_prompts=False)
-    with pytest.raises(ConfigError, match=r"group \d+ is at position \d+, where there is no prompt \(IndexError"):
+    with pytest.raises(ConfigError, match=r"group \d+ .*position \d+, .*no prompt \(IndexError"):
         find_prompts(ledger, Stumbling())
 
 
@@ -158,7 +156,7 @@ def test_a_prompt_in_the_state_is_the_prompt_or_an_error(prompt):
     ledger = Ledger(2)
     ledger.admit(0, prompt, 0)
     if has_other_keys(prompt):
-        with pytest.raises(DataError, match="the prompt of group 0 has no form in JSON"):
+        with pytest.raises(DataError, match=r"prompt of group 0 .*JSON"):
             ledger.encode(None, [], with_prompts=True)
         return
     [saved] = ledger.encode(None, [], with_prompts=True)["groups"]

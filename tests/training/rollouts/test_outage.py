@@ -68,7 +68,7 @@ def test_after_its_patience_the_pool_says_what_failed_and_the_next_batch_has_all
     async def scenario():
         loop = asyncio.get_running_loop()
         pool = make_pool(away_until(20.0, begun))
-        with pytest.raises(RolloutError, match=r"\d+ groups were lost one after another.*ConnectionError: refused"):
+        with pytest.raises(RolloutError, match=r"\d+ groups were lost .*ConnectionError: refused"):
             await pool.next_batch()
         assert loop.time() == 15.0
         lost = pool.counts.lost

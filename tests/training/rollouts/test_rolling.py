@@ -267,12 +267,12 @@ def test_a_random_edit_of_a_state_is_read_as_it_is_or_refused_and_changes_nothin
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"engine": None}, r"engine \(None\) must have the number of episodes"),
+        ({"engine": None}, r"engine \(None\) .*number of episodes"),
         ({"engine": {"episodes": "9"}}, r"engine.episodes \('9'\) must be a whole number"),
         ({"requests": []}, "must have next, requests, starts"),
-        ({"requests": {**SAVED["requests"], "next": 3, "starts": []}}, "it does not say which requests had position 2"),
-        ({"requests": {**SAVED["requests"], "requests": {}}}, r"position of the requests \(None\) must be a whole number"),
-        ({"note": 1}, "it has the keys engine, note, pool, requests"),
+        ({"requests": {**SAVED["requests"], "next": 3, "starts": []}}, "which requests had position 2"),
+        ({"requests": {**SAVED["requests"], "requests": {}}}, r"position .*requests \(None\) .*whole number"),
+        ({"note": 1}, "keys engine, note, pool, requests"),
     ],
 )
 def test_a_damaged_state_is_named_and_changes_nothing(change, message):
@@ -283,7 +283,7 @@ def test_a_damaged_state_is_named_and_changes_nothing(change, message):
     assert source.state_dict() == before
     pool = json.loads(json.dumps(SAVED["pool"]))
     pool["groups"][0]["members"] = {"0": "no group"}
-    with pytest.raises(ConfigError, match=r"member 0 of group \d+ cannot be read"):
+    with pytest.raises(ConfigError, match=r"member 0 of group \d+ .*read"):
         source.load_state_dict({**SAVED, "pool": pool})
     assert source.state_dict() == before
 
@@ -348,7 +348,7 @@ def test_an_error_says_which_filter_rejected_which_rewards():
         return False
 
     source = make_source(group_filter=unreachable, patience=2)
-    with pytest.raises(RolloutError, match=r"the filter rejected \d groups.*x unreachable with rewards .* of 1"):
+    with pytest.raises(RolloutError, match=r"rejected \d groups.*x unreachable .*rewards .*of 1"):
         play_jumping(source.next_batch())
 
 
@@ -390,7 +390,7 @@ def test_mistakes_are_errors_with_a_remedy():
 
     with pytest.raises(ConfigTypeError, match="needs a plain function"):
         play_jumping(make_source(requests=coroutine).next_batch())
-    with pytest.raises(ConfigError, match="a group of 2 members, and group_size is 4"):
+    with pytest.raises(ConfigError, match=r"2 members, .*group_size is 4"):
         play_jumping(make_source(requests=make_requests(group_size=2)).next_batch())
     request = RolloutRequest(EnvSpec("parity", {"sample": 1}), ProtocolSpec("p"), num_episodes=4)
     with pytest.raises(ConfigError, match="num_episodes=4; set group_size"):

@@ -131,8 +131,8 @@ def test_the_credit_for_the_log_overwrites_nothing_of_the_user():
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_named(number):
     rollout = two_steps()
-    with pytest.raises(DataError, match=r"the weight of rollout r, step 0 is"):
+    with pytest.raises(DataError, match=r"weight of rollout r, step 0"):
         batch_from_rollouts([rollout], ConstantCredit(number))
     rollout.steps[1].reward = number
-    with pytest.raises(DataError, match=r"the reward of rollout r, step 1 is"):
+    with pytest.raises(DataError, match=r"reward of rollout r, step 1"):
         batch_from_rollouts([rollout], ConstantCredit())

@@ -304,7 +304,7 @@ def test_a_protocol_that_returns_no_rollouts_counts_as_failed(returned):
 
 
 def test_if_every_reward_is_not_finite_the_engine_raises_a_value_error():
-    with pytest.raises(ValueError, match="reward of step 0 is nan; it must be a finite number"):
+    with pytest.raises(ValueError, match=r"reward of step 0 is nan; .*finite"):
         play_jumping(engine().generate_batch([request("nan")], credit_assigner=ConstantCredit()))
 
 
@@ -317,7 +317,7 @@ def test_a_response_without_text_counts_as_failed():
     eng = RolloutEngine(
         env_registry={"count": Counting}, protocol_registry={"single": lambda: SingleAgentProtocol(agent)}, max_retries=0
     )
-    with pytest.raises(RolloutError, match="action of step 0 is of type int; it must be text"):
+    with pytest.raises(RolloutError, match=r"step 0 is of type int; .*text"):
         play_jumping(eng.generate_rollouts([request_for("count")], 1))
 
 

@@ -85,7 +85,7 @@ def test_a_rewritten_history_is_an_error_unless_each_answer_is_its_own_sample():
         {"role": "user", "content": "sure?"},
         {"role": "assistant", "content": "<think>yes</think>yes"},
     ]
-    with pytest.raises(DataError, match=r"row 7: the conversation up to message 1 must be a prefix .* assistant_turns=each"):
+    with pytest.raises(DataError, match=r"row 7: .*message 1 .*prefix .*assistant_turns=each"):
         tokenized(FORGETS_THOUGHTS, talk, where="row 7")
     tokenizer = chat_tokenizer(FORGETS_THOUGHTS)
     each = tokenized(FORGETS_THOUGHTS, talk, "each")
@@ -106,7 +106,7 @@ def test_a_token_that_merges_prompt_and_answer_is_an_error():
     joined = tokenizer("user:go bot:yes ", add_special_tokens=False)["input_ids"]
     alone = tokenizer("user:go bot:", add_special_tokens=False)["input_ids"]
     assert joined[: len(alone)] != alone  # the merge that this test needs
-    with pytest.raises(DataError, match="prompt of assistant message 1 must be a prefix of the whole on token ids"):
+    with pytest.raises(DataError, match=r"assistant message 1 .*prefix .*on token ids"):
         ChatTokenizer(tokenizer).tokenize(talk)
 
 
@@ -117,7 +117,7 @@ def test_a_token_across_the_boundary_of_a_marked_span_is_an_error():
         "{% else %}user:{{ m.content }} {% endif %}{% endfor %}"
     )
     talk = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
-    with pytest.raises(DataError, match=r"lies across the border of a \{% generation %\} block"):
+    with pytest.raises(DataError, match=r"border of a \{% generation %\} block"):
         ChatTokenizer(tokenizer).tokenize(talk)
 
 
@@ -186,7 +186,7 @@ def test_an_error_of_the_template_names_the_row():
     with pytest.raises(DataError, match="row 3 has no assistant message"):
         tokenized(CHATML, TALK[:2], where="row 3")
     refusing = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"row 3: the chat template refuses .* roles must alternate"):
+    with pytest.raises(DataError, match=r"row 3: .*template refuses .*roles must alternate"):
         tokenized(refusing, TALK, where="row 3")
     with pytest.raises(ConfigError, match=r"has no chat template; set chat_template=FILE.*network\.end_of_turn=newline"):
         tokenized(None, TALK)
@@ -208,7 +208,7 @@ def test_tools_that_the_template_leaves_out_are_an_error(make):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     for template in (CHATML, MARKED):
-        with pytest.raises(DataError, match=r"line 1 has tools, which the chat template leaves out.*or leave the column out"):
+        with pytest.raises(DataError, match=r"line 1 has tools, .*leave the column out"):
             make(chat_tokenizer(template)).tokenize(talk, tools=tools, where="line 1")
     [shown] = make(chat_tokenizer("{{ tools[0].function.name }}" + CHATML)).tokenize(talk, tools=tools)
     assert chat_tokenizer(CHATML).decode(shown.input_ids).startswith("look<|im_start|>")

@@ -19,13 +19,13 @@ def test_a_label_is_a_number_between_0_and_1(label):
 
 @pytest.mark.parametrize("label", [-0.1, 1.5, float("nan"), "1", None])
 def test_an_invalid_label_is_refused_and_named(label):
-    with pytest.raises(DataError, match=r"label of row 3 .* must be in \[0, 1\]"):
+    with pytest.raises(DataError, match=r"label of row 3 .*\[0, 1\]"):
         check_label(label, "row 3")
 
 
 def test_a_missing_key_names_the_sample_and_its_keys():
     assert meta_value(sample([1], pair_id="a"), 0, "pair_id") == "a"
-    with pytest.raises(DataKeyError, match="sample 4 has no 'role' in its meta, which has pair_id"):
+    with pytest.raises(DataKeyError, match=r"sample 4 has no 'role' .*has pair_id"):
         meta_value(sample([1], pair_id="a"), 4, "role")
 
 

@@ -2,6 +2,7 @@
 what is refused."""
 
 import logging
+import re
 
 import pytest
 from chat_tokenizers import CHATML, FORGETS_THOUGHTS, chat_tokenizer, merging_tokenizer, trained_text
@@ -168,7 +169,7 @@ def test_a_long_conversation_loses_the_end_of_its_response():
     assert prompt_and_response(CHAT, chosen) == (WRITTEN, "fo")
     assert chosen.meta["truncation"]["completion_truncated"]
     assert not chosen.meta["truncation"]["prompt_truncated"]
-    with pytest.raises(ValueError, match=rf"prompt has {short} tokens and fills max_length \({short}\)"):
+    with pytest.raises(ValueError, match=rf"{short} tokens .*max_length \({short}\)"):
         create_preference_saw_items("2+2=", "four", "5", CHAT, use_chat_template=True, max_length=short)
 
 
@@ -192,11 +193,11 @@ def test_no_sample_exceeds_the_limit_and_each_keeps_part_of_its_response(prompt,
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": "a", "rejected": None}, "must both be text or both be lists of messages, not str and NoneType"),
+        ({"chosen": "a", "rejected": None}, "lists of messages, not str and NoneType"),
         ({"chosen": "a", "rejected": [GOOD]}, "not str and list"),
-        ({"prompt": [PROMPT], "chosen": "a", "rejected": "b"}, "prompt must be text where the responses are, not list"),
+        ({"prompt": [PROMPT], "chosen": "a", "rejected": "b"}, "prompt must be text .*not list"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "empty completion"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same; such a pair has no learning signal"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ({"chosen": "b", "rejected": "b"}, "are the same"),
         ({"prompt": [PROMPT], "chosen": [chat_message("user", "x")], "rejected": [BAD]}, "must end with an assistant message"),
         ({"chosen": [], "rejected": []}, "not list and list"),
@@ -208,14 +209,14 @@ def test_rows_that_are_not_pairs_are_named(row, message):
 
 
 def test_rendering_text_needs_an_explicit_prompt():
-    with pytest.raises(DataError, match="row 1 has no prompt, which use_chat_template needs"):
+    with pytest.raises(DataError, match=r"row 1 has no prompt, .*use_chat_template"):
         chosen_and_rejected(CHAT, {"chosen": "ab", "rejected": "ac"}, use_chat_template=True)
     with pytest.raises(DataError, match="empty chosen response"):
         chosen_and_rejected(CHAT, {"prompt": "a", "chosen": "", "rejected": "ac"}, use_chat_template=True)
 
 
 def test_invalid_labels_and_lengths_are_refused():
-    with pytest.raises(DataError, match=r"label of pair sum \(2\) must be in \[0, 1\]"):
+    with pytest.raises(DataError, match=r"label of pair sum \(2\) .*\[0, 1\]"):
         create_preference_saw_items("2+2=", "4", "5", BYTES, label=2, pair_id="sum")
     with pytest.raises(ConfigError, match="max_length"):
         create_preference_saw_items("2+2=", "4", "5", BYTES, max_length=0)
@@ -244,10 +245,10 @@ def test_rows_that_are_not_pairs_are_skipped_with_a_warning_or_refused(caplog):
     with caplog.at_level(logging.WARNING):
         items = preference_dataset_to_saw_items(rows, BYTES)
     assert [item.meta["pair_id"] for item in items] == ["pref_1", "pref_1"]
-    assert "skipped 2 rows make no pair: row 0 has an empty completion" in caplog.text
+    assert re.search("2 rows make no pair: row 0 .*empty", caplog.text)
     with pytest.raises(DataError, match="row 0 has an empty completion"):
         preference_dataset_to_saw_items(rows, BYTES, strict=True)
-    with pytest.raises(DataError, match="no row is left: 1 rows make no pair: row 0"):
+    with pytest.raises(DataError, match="1 rows make no pair: row 0"):
         preference_dataset_to_saw_items(rows[:1], BYTES)
 
 

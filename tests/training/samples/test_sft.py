@@ -88,7 +88,7 @@ def test_token_ids_and_masks_are_used_as_they_are():
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"body": "a"}, "has the columns body, which are no format"),
+        ({"body": "a"}, "columns body, .*no format"),
         ({"text": ""}, "empty text"),
         ({"text": 3}, "text must be text, not int"),
         ({"instruction": "a"}, "its output .None. must be text"),
@@ -96,16 +96,16 @@ def test_token_ids_and_masks_are_used_as_they_are():
         ({}, "none"),
         (
             {"prompt": "a", "answer": "b"},
-            "prompt and completion belong together, and completion is missing; it has prompt, answer",
+            "completion is missing; it has prompt, answer",
         ),
-        ({"prompt": "a", "completion": None}, "both be text or both be lists of messages, not str and NoneType"),
+        ({"prompt": "a", "completion": None}, "lists of messages, not str and NoneType"),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "not str and list"),
         ({"prompt": "a", "completion": ""}, "empty completion"),
         ({"messages": "a"}, "messages must be a list"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
         ({"steps": []}, "has no steps"),
-        ({"input_ids": [1, 2]}, "action_mask a list of 0 and 1 of the same length"),
-        ({"input_ids": [1, 2], "action_mask": [1]}, "action_mask a list of 0 and 1 of the same length"),
+        ({"input_ids": [1, 2]}, "action_mask a list of 0 and 1"),
+        ({"input_ids": [1, 2], "action_mask": [1]}, "action_mask a list of 0 and 1"),
         ({"input_ids": [1, 2.5], "action_mask": [0, 1]}, "whole numbers"),
         ({"input_ids": [1, 2], "action_mask": [0, 0]}, "no token to train on"),
         ({"input_ids": [1, 2**31], "action_mask": [0, 1]}, "below 2"),
@@ -152,7 +152,7 @@ def test_sharegpt_rows_train_answers_and_calls_but_no_observations() -> None:
     tokenizer = chat_tokenizer(CALLS)
     [item] = items_of({"conversations": turns}, tokenizer)
     assert tokenizer.decode(item.input_ids[item.action_mask == 1]) == "<look><|im_end|>b<|im_end|>"
-    with pytest.raises(DataError, match=r"data\.jsonl:1 has tool calls, which the chat template leaves out"):
+    with pytest.raises(DataError, match=r"data\.jsonl:1 has tool calls, .*template leaves out"):
         items_of({"conversations": turns}, chat_tokenizer(CHATML))
 
 
