@@ -2,6 +2,7 @@
 reward."""
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +51,7 @@ def test_a_round_that_raised_only_the_score_counts_as_over_optimised(example: Mo
     good = (measured("a", 0.0, 0.2), measured("b", 1.0, 0.5))
     bad = (measured("c", 0.0, 0.5), measured("d", 1.0, 0.3))
     assert "OVER-OPTIMISED" not in example.verdict([good])
-    assert example.verdict([good, bad]).endswith("OVER-OPTIMISED, the score rising while right answers fell: d.")
+    assert re.search("OVER-OPTIMISED, .*right answers fell: d\\.$", example.verdict([good, bad]))
 
 
 @pytest.mark.integration

@@ -204,7 +204,7 @@ def test_a_process_gets_its_variables_its_interpreter_and_the_loopback_address(p
 
 
 def test_a_command_that_does_not_exist_is_an_error_that_names_it(place):
-    with pytest.raises(LaunchError, match=r"a cannot be started: .* No such file or directory: '\./nothing'"):
+    with pytest.raises(LaunchError, match=r"a cannot be started: .*No such file.*'\./nothing'"):
         place.start(Process("a", "actor", ("./nothing",)))
     place.start(shell("a", "exit 0"))  # the name is free again
     with pytest.raises(LaunchError, match="a runs already"):
@@ -220,7 +220,7 @@ def test_gpus_are_lent_whole_or_shared_and_given_back(tmp_path):
         lines = {name: wait_for_lines(tmp_path / "workers" / f"{name}.log", 1)[0] for name in ("half", "pair", "other")}
         assert lines["half"] == lines["other"]
         assert len({*lines["pair"].split(","), lines["half"]}) == 3
-        with pytest.raises(LaunchError, match="more needs 1 GPUs, but of the 3 of this machine only 0 have room"):
+        with pytest.raises(LaunchError, match=r"more needs 1 GPUs, .*3 .*only 0"):
             place.start(shell("more", show, gpus=1))
         place.stop(["pair"], 0.0)
         place.start(shell("more", show, gpus=1))

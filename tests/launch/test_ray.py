@@ -5,6 +5,7 @@ only, whose processes end with it.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -37,9 +38,9 @@ def test_a_run_on_ray_ends_right_whatever_is_killed_and_unsafe_clusters_are_refu
     assert results["driver"]["left"] == []
     assert machines["status"] == 0, machines
     assert machines["left"] == []
-    assert "requested big 64 CPU; the cluster has 3 machines (" in results["no room"][1]
+    assert re.search(r"big 64 CPU; .*3 machines \(", results["no room"][1])
     assert "LaunchError" in results["wrong token"][1]
-    assert "demands no token, so whoever reaches it can run code" in results["no token"][1]
+    assert re.search("demands no token, .*run code", results["no token"][1])
     assert {results[name][0] for name in ("no room", "wrong token", "no token")} == {1}
 
 
@@ -54,7 +55,7 @@ def test_the_processes_of_a_machine_that_is_lost_run_on_another(tmp_path):
 
 def test_authentication_may_not_be_switched_off_without_saying_so(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(ConfigError, match="RAY_AUTH_MODE is disabled, but a Ray cluster without a token is refused"):
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_MODE is disabled, .*without a token"):
         RayPlace([Process("a", "trainer", ("true",))], tmp_path)
 
 

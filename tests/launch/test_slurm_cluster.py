@@ -1,6 +1,7 @@
 """Jobs on a real Slurm: three nodes that are this machine, with servers and trainers that are
 scripts, and a real run."""
 
+import re
 import sys
 
 import pytest
@@ -125,14 +126,14 @@ def test_a_server_that_dies_while_training_lets_the_trainer_save(cluster):
     wait_until(trains(cluster, job), "both ranks train")
     (cluster.shared / f"die-{job}").touch()
     assert cluster.wait(job) == 1
-    assert "ended with status 9; the trainer saves and ends" in read(cluster, f"*-{job}.out")
+    assert "status 9; the trainer saves and ends" in read(cluster, f"*-{job}.out")
     assert {"rank 0 saved", "rank 1 saved"} <= set(read(cluster, f"train_{job}.log").splitlines())
 
 
 def test_a_server_that_is_never_healthy_ends_the_job(cluster):
     job = cluster.submit(submit(cluster, health_timeout_s=1.0), SERVER="ill")
     assert cluster.wait(job) == 1
-    assert f"http://n3:{FIRST} was not healthy within 1 s; its log is in logs" in read(cluster, f"*-{job}.out")
+    assert re.search(f"http://n3:{FIRST} .*not healthy within 1 s; .*logs", read(cluster, f"*-{job}.out"))
 
 
 def test_before_the_time_limit_every_rank_saves(cluster):

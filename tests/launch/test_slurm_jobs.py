@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -65,9 +66,7 @@ def test_no_gpu_has_two_uses_and_none_is_idle_that_could_train(nodes, gpus, dp, 
     each = max(0, gpus - (nodes == 1)) // tp
     serving_nodes = -(-dp // each) if each else nodes
     if serving_nodes > max(1, nodes - 1) or not each:
-        with pytest.raises(
-            ConfigError, match=rf"room for {each * max(1, nodes - 1)} servers of {tp} GPUs, and data_parallel is {dp}"
-        ):
+        with pytest.raises(ConfigError, match=rf"room for {each * max(1, nodes - 1)} .*{tp} GPUs, .*data_parallel is {dp}"):
             plan(settings)
         return
     placement = plan(settings)
@@ -137,7 +136,7 @@ def test_settings_are_read_as_they_were_written(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"nodes": 0}, r"nodes \(0\) must be a whole number of at least 1"),
+        ({"nodes": 0}, r"nodes \(0\) .*at least 1"),
         ({"gpus_per_node": -1}, r"gpus_per_node \(-1\)"),
         ({"train": ()}, "train is empty"),
         ({"train": "train"}, "must be a list of texts"),
@@ -149,7 +148,7 @@ def test_settings_are_read_as_they_were_written(tmp_path):
         ({"environment": {"A B": "1"}}, "cannot be written into a script"),
         ({"environment": {"HF_TOKEN": "hf_1"}}, "HF_TOKEN would be readable in the script"),
         ({"environment": {"LUDIC_QUEUE_URL": "redis://u:word@h/0"}}, "LUDIC_QUEUE_URL would be readable in the script"),
-        ({"master_port": 29525}, r"master_port \(29525\) is a port of the servers"),
+        ({"master_port": 29525}, r"master_port \(29525\) .*port of the servers"),
         ({"server_port": 80}, "between 1024 and 65535"),
         ({"health_timeout_s": 0}, "health_timeout_s"),
     ],
@@ -170,7 +169,7 @@ def test_settings_that_no_job_can_have_are_refused(changes, message):
     ],
 )
 def test_a_secret_in_a_line_of_setup_is_refused_and_not_shown(line, what):
-    with pytest.raises(ConfigError, match=f"setup, line 2: {what} would be readable in the script") as raised:
+    with pytest.raises(ConfigError, match=f"setup, line 2: {what} .*readable") as raised:
         replace(SETTINGS, setup=("module load cuda", line))
     assert "hush" not in str(raised.value)
 
@@ -275,7 +274,7 @@ def test_a_server_of_another_job_is_not_taken_for_one_of_this_job(monkeypatch, c
     monkeypatch.setenv(SECRET, "ours")
     with listening("theirs") as where:
         fault = run._wait_for_health(SETTINGS, [(where, Ended())], Event())
-        assert fault == f"the server {where.url} ended with status 1, and something else answers at {where.url}"
+        assert re.search(f"{where.url} ended with status 1, .*answers at {where.url}", fault)
         assert "refuses the secret of this job" in run._wait_for_health(SETTINGS, [(where, Running())], Event())
     assert "healthy" not in capsys.readouterr().out
     with listening("ours") as where:

@@ -67,8 +67,8 @@ def test_all_machines_are_needed_unless_said_otherwise():
         ({"command": []}, "needs a command"),
         ({"max_restarts": -1}, "needs a command"),
         ({"nodes": 2}, "need the host"),
-        ({"nodes": 2, "host": "a", "min_nodes": 3}, r"min_nodes \(3\) must be 1 to nodes \(2\)"),
-        ({"nodes": 2, "host": "a", "node": 2}, r"node \(2\) must be 0 to nodes - 1"),
+        ({"nodes": 2, "host": "a", "min_nodes": 3}, r"min_nodes \(3\) .*1 to nodes \(2\)"),
+        ({"nodes": 2, "host": "a", "node": 2}, r"node \(2\) .*0 to nodes - 1"),
     ],
 )
 def test_impossible_launches_are_refused(changes, message):

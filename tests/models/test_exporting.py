@@ -113,7 +113,7 @@ def test_adapters_alone_name_their_base(tmp_path, out):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, r"adapters \(use_dora\) other than plain LoRA; merge with PEFT"),
+        ({"use_dora": True}, r"adapters \(use_dora\) .*plain LoRA; merge .*PEFT"),
         ({"bias": "all"}, r"other than plain LoRA"),
         ({"task_type": "SEQ_CLS"}, r"adapters of a classifier, whose head .* lacks"),
     ],
@@ -150,16 +150,14 @@ def test_adapters_are_not_merged_into_quantised_weights(dtype, tmp_path, out):
     export_merged(tmp_path / "adapter", base, out)  # another layer, which no adapter changes
     name = "model.layers.0.self_attn.q_proj.weight"
     save_file({**weights, name: weights[name].to(dtype)}, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ConfigError, match=rf"adapts {name}, which .*base stores quantised \({dtype}\); merge into the model that was"
-    ):
+    with pytest.raises(ConfigError, match=rf"adapts {name}, .*base stores quantised \({dtype}\)"):
         export_merged(tmp_path / "adapter", base, tmp_path)
 
 
 def test_a_weight_that_the_base_does_not_store_is_named(tmp_path, out):
     tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "base")
     save_adapter(adapted_model(), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"adapts model\.layers\.1\..*weight, which .*base does not store"):
+    with pytest.raises(ConfigError, match=r"adapts model\.layers\.1\..*weight, .*base does not store"):
         export_merged(tmp_path / "adapter", tmp_path / "base", out)
 
 

@@ -91,5 +91,5 @@ def test_conversions_that_need_whole_tensors_and_dense_models_have_none(tmp_path
 
 def test_experts_that_are_not_alike_are_named():
     stored = Recorded({"0.up": torch.ones(2, 3), "1.up": torch.ones(4, 3)})
-    with pytest.raises(CheckpointError, match=r"up is stored in \[2\] experts of the shapes"):
+    with pytest.raises(CheckpointError, match=r"up is stored in \[2\] experts"):
         FusedExperts(stored, {"up": [["0.up", "1.up"]]}).describe()

@@ -182,7 +182,7 @@ def test_the_command_says_what_it_wrote_and_notices_are_kept(tmp_path):
 def test_a_damaged_file_is_refused_and_nothing_is_written(tmp_path, cut):
     write_gguf(tmp_path / "whole.gguf")
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:cut])
-    with pytest.raises(ConfigError, match=r"cut\.gguf is no GGUF file, or is damaged"):
+    with pytest.raises(ConfigError, match=r"cut\.gguf .*no GGUF file, .*damaged"):
         convert_gguf(tmp_path / "cut.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

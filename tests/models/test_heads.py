@@ -96,7 +96,7 @@ class ScorerForSequenceClassification(nn.Module):
 
 
 def test_a_classifier_with_an_unknown_head_is_an_error_and_not_left_frozen():
-    with pytest.raises(ConfigError, match=r"set modules_to_save to .*outside of encoder it has scorer"):
+    with pytest.raises(ConfigError, match=r"modules_to_save .*outside of encoder .*scorer"):
         apply_lora(ScorerForSequenceClassification(), LoraSettings(rank=2))
     adapted = apply_lora(ScorerForSequenceClassification(), LoraSettings(rank=2, modules_to_save=["scorer"]))
     trained = {plain(name) for name, parameter in adapted.named_parameters() if parameter.requires_grad and "lora_" not in name}

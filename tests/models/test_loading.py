@@ -22,9 +22,9 @@ def test_a_tokenizer_can_be_in_a_folder_without_a_model(tmp_path: Path) -> None:
 
 
 def test_the_error_of_an_empty_folder_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no tokenizer_config\.json and no config\.json and no adapter_config\.json"):
+    with pytest.raises(ConfigError, match=r"no tokenizer_config\.json .*no config\.json .*no adapter_config\.json"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"has no config\.json and no adapter_config\.json; give a folder"):
+    with pytest.raises(ConfigError, match=r"no config\.json .*no adapter_config\.json; .*folder"):
         load_model(str(tmp_path), "float32")
 
 
@@ -41,7 +41,7 @@ def test_the_error_of_a_classifier_without_a_head_names_the_missing_weights(tmp_
     assert missing == {"score.weight"}
     assert model.config.num_labels == 1
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="the judge could not be loaded with a head for scores"):
+    with pytest.raises(ConfigError, match=r"judge could not be loaded .*scores"):
         load_classifier(str(tmp_path), "float32", description="the judge")
 
 

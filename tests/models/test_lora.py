@@ -91,7 +91,7 @@ def test_the_error_of_a_model_with_unknown_names_lists_its_linear_layers():
             self.blocks = nn.ModuleList([nn.ModuleDict({"mixer": nn.Linear(4, 4), "glue": nn.Linear(4, 4)})])
             self.score = nn.Linear(4, 1)
 
-    with pytest.raises(ConfigError, match="set target_modules to some of its linear layers: glue, mixer, score"):
+    with pytest.raises(ConfigError, match=r"target_modules .*linear layers: glue, mixer, score"):
         apply_lora(Strange())
     model = apply_lora(Strange(), LoraSettings(target_modules=["mixer"]))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model) if "lora_" in name} == {"mixer"}
@@ -101,7 +101,7 @@ def test_projections_that_peft_refuses_in_a_state_space_model_get_no_adapter():
     model = make_architecture("falcon_h1")
     assert find_target_modules(model) == LLAMA_TARGETS
     assert logits(apply_lora(model)).isfinite().all()
-    with pytest.raises(ConfigError, match=r"set target_modules to some of its linear layers: .*in_proj"):
+    with pytest.raises(ConfigError, match=r"target_modules .*linear layers: .*in_proj"):
         apply_lora(make_architecture("falcon_mamba"))
 
 
@@ -124,7 +124,7 @@ def test_layers_that_return_more_than_a_product_get_no_adapter(architecture, nam
 
     model = make_architecture(architecture)
     for config in (LoraSettings(target_modules=["o_b_proj", "q_proj", name]), LoraConfig(target_modules=rf".*\.{name}")):
-        with pytest.raises(ConfigError, match=rf"\.{name} of \w+ can have no adapter: it is a \w*{kind}"):
+        with pytest.raises(ConfigError, match=rf"\.{name} of \w+ .*no adapter: .*a \w*{kind}"):
             apply_lora(model, config)
     for excluded in (None, ["k_proj"], r".*\.k_proj"):
         adapted = apply_lora(make_architecture(architecture), LoraConfig(target_modules="all-linear", exclude_modules=excluded))
@@ -267,7 +267,7 @@ def test_the_error_of_an_adapter_that_cannot_be_merged_on_a_copy_names_it():
     from peft import IA3Config, get_peft_model
 
     model = get_peft_model(causal_model("Qwen2"), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    with pytest.raises(ConfigError, match=r"k_proj has an adapter \(Linear\) that cannot be merged"):
+    with pytest.raises(ConfigError, match=r"k_proj .*adapter \(Linear\) .*cannot be merged"):
         published_weights(model)
 
 

@@ -2,6 +2,7 @@
 the paths, and its attention that of sdpa."""
 
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -115,14 +116,11 @@ def test_on_a_gpu_flex_attention_is_taken_and_sdpa_where_it_fails(monkeypatch, c
     dropping = tiny_model(attention_dropout=0.1).eval()
     torch.set_rng_state(state)
     assert choose(dropping) == PACKED
-    assert "(ValueError: FlexAttention over prefix trees supports no dropout)" in caplog.records.pop().getMessage()
+    assert "FlexAttention over prefix trees supports no dropout" in caplog.records.pop().getMessage()
     assert not dropping.training
     assert torch.equal(torch.get_rng_state(), state)
     failing = tiny_model()
     monkeypatch.setattr(PrefixIntervals, "attend", lambda *args, **options: 1 / 0)
     assert choose(failing) == PACKED
     [record] = caplog.records
-    assert record.getMessage() == (
-        "prefix trees are computed by sdpa, not by FlexAttention: Qwen2ForCausalLM does not accept trees "
-        "(ZeroDivisionError: division by zero)"
-    )
+    assert re.search("sdpa, not by FlexAttention: Qwen2ForCausalLM .*ZeroDivisionError: division", record.getMessage())

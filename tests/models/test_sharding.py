@@ -35,7 +35,7 @@ def test_a_plain_model_is_not_sharded_and_has_whole_tensors():
     ("settings", "rule"),
     [
         ({"kind": "none"}, r"kind \(none\) must be full or hybrid"),
-        ({"kind": "full", "shards": 2}, r"shards \(2\) must be >= 1 and is for kind='hybrid'"),
+        ({"kind": "full", "shards": 2}, r"shards \(2\) .*>= 1 .*kind='hybrid'"),
         ({"kind": "hybrid", "shards": 0}, r"shards \(0\)"),
         ({"param_dtype": torch.float16}, r"param_dtype \(torch\.float16\) must be float32 or bfloat16"),
     ],
@@ -60,7 +60,5 @@ def test_the_blocks_are_those_that_transformers_names(adapted):
 def test_only_a_folder_with_weights_is_read_in_slices(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     for source in ("Qwen/Qwen2.5-0.5B", str(tmp_path)):
-        with pytest.raises(
-            ConfigError, match=r"is no folder with the weights of a model.*download it, or merge the adapters, or"
-        ):
+        with pytest.raises(ConfigError, match=r"no folder with .*weights.*download it, or merge"):
             load_sharded(source, "float32", ShardingSettings("full"), None)

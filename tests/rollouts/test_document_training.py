@@ -229,7 +229,7 @@ def test_without_a_gpu_the_factory_says_what_to_leave_out(named_model, monkeypat
     from rollouts.training.backends import create_pytorch_backend
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="torch sees no CUDA device; leave device_type out to use the available device"):
+    with pytest.raises(ConfigError, match=r"no CUDA device; .*device_type"):
         create_pytorch_backend(model_name=named_model, checkpoint_dir=Path("checkpoints"), device_type="cuda", learning_rate=1e-4)
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import math
+import re
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_another_log_is_not_cut(tmp_path, caplog):
     """As after a resume with another folder: its lines are of step 5 and earlier ones."""
     logger = write(tmp_path, [1, 2, 7], 10)
     logger.cut(0, 5)
-    assert "has other lines than the run had at step 5" in caplog.text
+    assert re.search("other lines .*at step 5", caplog.text)
     logger.cut(10**6, 5)
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 7]
 
@@ -93,7 +94,7 @@ def test_several_loggers_are_each_cut_at_their_mark(tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "remedy"),
     [
-        (lambda logger: logger.log({}, -1), ConfigError, "step .-1. must be a whole number from 0"),
+        (lambda logger: logger.log({}, -1), ConfigError, r"step .-1. .*from 0"),
         (lambda logger: logger.log(3, {"loss": 1}), ConfigError, "the call is log.metrics, step."),
         (lambda logger: logger.log({"loss": [1]}, 0), ConfigTypeError, "the metric loss is a list"),
         (lambda logger: logger.log({"loss": np.zeros(2)}, 0), ConfigTypeError, "such as its mean"),

@@ -238,7 +238,7 @@ def test_metrics_are_returned_on_request():
     ("changes", "message"),
     [
         ({"advantages": torch.zeros(B + 1)}, r"advantages \(4,\) must have the shape \(3,\)"),
-        ({"loss_mask": torch.zeros(B, T - 1)}, r"loss_mask \(3, 6\) must have the shape \(3, 7\)"),
+        ({"loss_mask": torch.zeros(B, T - 1)}, r"loss_mask \(3, 6\) .*\(3, 7\)"),
         ({"old_log_probs": torch.zeros(B, T + 1)}, r"old_log_probs \(3, 8\) must have the shape"),
         ({"old_log_probs": torch.zeros(B), "advantages": torch.zeros(B, T)}, r"the advantages must be \[B\] too"),
         ({"kl_coef": 0.1}, "kl_coef needs ref_log_probs"),
@@ -252,7 +252,7 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match=r"dual_clip \(1.1\) must be at least 1 \+ clip_high \(1.2\)"):
+    with pytest.raises(ConfigError, match=r"dual_clip \(1.1\) .*clip_high \(1.2\)"):
         PPOLoss(dual_clip=1.1)
     with pytest.raises(ConfigError, match="must be one of token, sequence, constant"):
         PPOLoss(aggregation="mean")

@@ -83,7 +83,7 @@ def test_an_episode_is_one_sample_only_if_its_steps_go_on():
     assert made.rollout_log_probs == [0, -0.1, 0, -0.2]
     assert (made.reward, made.group_index, made.response) == (1.5, 7, "a\nb")
     cut = Step(1, "q", "b", None, 1.0, False, True, trace=TokenTrace([1, 3], [4]))
-    with pytest.raises(DataError, match=r"step 1 of rollout r does not go on.*keep the whole dialogue"):
+    with pytest.raises(DataError, match=r"step 1 of rollout r .*whole dialogue"):
         sample_of_rollout(Rollout(id="r", steps=[first, cut]))
     with pytest.raises(DataError, match="for_rl"):
         sample_of_rollout(Rollout(id="r", steps=[Step(0, "p", "a", None, 0, False, True)]))
@@ -95,13 +95,13 @@ def test_an_episode_is_one_sample_only_if_its_steps_go_on():
     ("changes", "remedy"),
     [
         # the document's own example encodes the answer alone, and masks prompt and answer
-        ({"tokens": [7, 8]}, r"sample 9 has 2 tokens and a loss_mask of 4.*tokens=prompt_ids \+ response_ids"),
-        ({"tokens": [...]}, r"sample 9 must be a list of whole numbers.*tolist"),
+        ({"tokens": [7, 8]}, r"sample 9 .*2 tokens .*4.*tokens=prompt_ids \+ response_ids"),
+        ({"tokens": [...]}, r"sample 9 .*list of whole numbers.*tolist"),
         ({"loss_mask": "0011"}, "must be a list of numbers"),
         ({"loss_mask": [0, 0, -1, 1]}, "the value -1; 0 is no loss"),
         ({"loss_mask": [0, 0, math.nan, 1]}, "the value nan"),
         ({"reward": math.inf}, "the reward of sample 9 is inf"),
-        ({"rollout_log_probs": [-0.5, -0.25]}, "2 rollout_log_probs for 4 tokens; put 0 in the place"),
+        ({"rollout_log_probs": [-0.5, -0.25]}, "2 rollout_log_probs for 4 tokens; put 0"),
         ({"rollout_log_probs": [-0.5]}, "give one for each token"),
         ({"rollout_log_probs": "a"}, "must be a list of numbers"),
     ],
@@ -115,12 +115,12 @@ def test_a_mask_with_fractions_is_where_tokens_are_trained_and_what_they_count_f
     item = item_of_sample(sample(loss_mask=[0, 0.1, 1, 0.0]))
     assert (item.action_mask, item.attachments.action_fractions) == ([0, 1, 1, 0], [float(np.float32(0.1)), 1.0])
     assert item_of_sample(sample(loss_mask=[0, 1.0, 1, 0.0])).attachments.action_fractions is None
-    with pytest.raises(DataError, match="sample 9 has fractions, which an episode cannot have; round them"):
+    with pytest.raises(DataError, match=r"sample 9 has fractions, .*round them"):
         rollout_of_sample(sample(loss_mask=[0, 0.1, 1, 1]))
 
 
 def test_the_trainer_wants_something_to_train():
-    with pytest.raises(DataError, match="sample 9 has no token to train on"):
+    with pytest.raises(DataError, match=r"sample 9 has no token .*train"):
         item_of_sample(sample(loss_mask=[0] * 4))
     with pytest.raises(DataError, match="sample 2 has 1 tokens"):
         item_of_sample(Sample("p", tokens=[1]), place=2)

@@ -296,7 +296,7 @@ async def test_weights_can_be_read_and_set(tmp_path):
     assert await backend.load_weights(weights).result() is None
     assert_same_tensors(weights_of(backend.model), weights_of(source.model))
     before = weights_of(backend.model)
-    with pytest.raises(DataError, match=r"lm_head\.weight are missing, unknown or of another shape"):
+    with pytest.raises(DataError, match=r"lm_head\.weight are missing, unknown or .*shape"):
         await backend.load_weights({name: value for name, value in weights.items() if name != "lm_head.weight"})
     assert_same_tensors(weights_of(backend.model), before)
 
@@ -320,9 +320,9 @@ async def test_after_a_failure_the_backend_refuses_work_until_reset(tmp_path):
 
 BAD = {
     "shifted labels": ({"labels": torch.roll(make_batch()["labels"], -1, dims=1)}, "do not shift them"),
-    "a negative mask": ({"loss_mask": make_batch()["loss_mask"] * -0.5}, r"loss_mask\[0, 2\] is -0.5; 0 is no loss"),
-    "a short mask": ({"loss_mask": torch.ones(3, 5)}, r"loss_mask \(3, 5\) must have the shape of input_ids \(3, 6\)"),
-    "too few advantages": ({"advantages": torch.ones(2)}, "one value for each of 3 rows, or one for each token"),
+    "a negative mask": ({"loss_mask": make_batch()["loss_mask"] * -0.5}, r"loss_mask\[0, 2\] is -0\.5; 0 .*no loss"),
+    "a short mask": ({"loss_mask": torch.ones(3, 5)}, r"loss_mask \(3, 5\) .*input_ids \(3, 6\)"),
+    "too few advantages": ({"advantages": torch.ones(2)}, "3 rows, or one .*token"),
     "an empty row": ({"attention_mask": torch.tensor([[1] * 6, [0] * 6, [1] * 6])}, "row 1 of attention_mask has no token"),
 }
 
@@ -337,7 +337,7 @@ async def test_columns_that_do_not_fit_are_refused(tmp_path, case):
 @pytest.mark.parametrize(
     ("loss", "remedy"),
     [
-        (ppo_loss, "ppo_loss needs .* Sample.rollout_log_probs of every sample, or the column old_log_probs"),
+        (ppo_loss, r"ppo_loss needs .*Sample.rollout_log_probs .*column old_log_probs"),
         (TokenClippedSurrogateLoss(), "no actor_logps, .* set Sample.rollout_log_probs"),
         (ClippedSurrogateLoss(), "no 'old_logp_action'; .* set Sample.rollout_log_probs"),
     ],
@@ -351,7 +351,7 @@ async def test_a_batch_without_old_log_probabilities_is_refused_with_the_remedy(
 def test_settings_that_cannot_hold_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="must see them whole"):
         make_backend(tmp_path, user_loss, micro_token_budget=64)
-    with pytest.raises(ConfigError, match="has the parameters logits, beta; each must have a default or be one of"):
+    with pytest.raises(ConfigError, match=r"parameters logits, beta; .*default"):
         make_backend(tmp_path, lambda logits, beta: logits.mean() * beta)
 
 

@@ -90,11 +90,11 @@ def test_every_edit_of_the_data_is_found():
 
 def test_the_error_says_which_of_seed_number_and_content_differs():
     state = DataBuffer(list("abc"), seed=1).save_state()
-    with pytest.raises(ConfigError, match=r"belongs to seed 1, here it is 2.*give seed=1"):
+    with pytest.raises(ConfigError, match=r"seed 1, here .*2.*give seed=1"):
         DataBuffer(list("abc"), seed=2).load_state(state)
     with pytest.raises(ConfigError, match=r"num_prompts=3, here are 4 prompts.*changed='grow'"):
         DataBuffer(list("abcd"), seed=1).load_state(state)
-    with pytest.raises(ConfigError, match=r"num_prompts=3, here are 2 prompts; put them back"):
+    with pytest.raises(ConfigError, match=r"num_prompts=3, .*2 prompts; put them back"):
         DataBuffer(list("ab"), seed=1).load_state(state, changed="grow")
     with pytest.raises(ConfigError, match="the prompts differ"):
         DataBuffer(list("abd"), seed=1).load_state(state)

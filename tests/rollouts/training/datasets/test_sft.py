@@ -45,7 +45,7 @@ def test_only_what_the_assistant_says_is_trained(template):
 
 def test_a_mask_is_one_outside_of_the_spans():
     assert compute_loss_mask([5, 6, 7, 8], [(0, 2), (3, 4)]) == [0, 0, 1, 0]
-    with pytest.raises(DataError, match=r"the span \(3, 5\) is not one of 4 tokens"):
+    with pytest.raises(DataError, match=r"span \(3, 5\) .*4 tokens"):
         compute_loss_mask([5, 6, 7, 8], [(3, 5)])
 
 
@@ -148,5 +148,5 @@ def test_prompts_and_answers_of_a_file(tmp_path, caplog):
     assert found == [{"prompt": "2+2?", "answer": "4"}, {"prompt": "3+3?", "answer": "6"}]
     assert load_dataset_with_answers(str(path), max_samples=1)[0]["answer"] == "two and two #### 4"
     path.write_text('{"title": "x"}\n')
-    with pytest.raises(DataError, match=r"has the columns title; a row needs one of prompt.* and one of answer"):
+    with pytest.raises(DataError, match=r"columns title; .*prompt.* .*answer"):
         load_dataset_with_answers(str(path))

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import itertools
 import json
+import re
 import shutil
 from functools import partial
 
@@ -422,7 +423,7 @@ async def test_a_server_that_is_restarted_between_two_syncs_has_their_weights_fo
 
     seen = await run_and_disturb(tmp_path, sglang, restart)
     assert seen == ["default"] * 8 + ["step_000002"] * 8 + ["step_000004"] * 4
-    assert "came back with other weights, and has version step_000002 again" in caplog.text
+    assert re.search("other weights, .*version step_000002 again", caplog.text)
 
 
 async def test_a_server_that_is_away_for_a_batch_is_named_and_does_not_end_the_run(sglang, tmp_path, caplog):
@@ -435,7 +436,7 @@ async def test_a_server_that_is_away_for_a_batch_is_named_and_does_not_end_the_r
 
     seen = await run_and_disturb(tmp_path, sglang, leave)
     assert seen == ["default"] * 8 + ["step_000002"] * 8 + ["step_000004"] * 4
-    assert "an engine lacks the weights of the last sync: " in caplog.text
+    assert "lacks the weights of the last sync" in caplog.text
     assert "http://127.0.0.1:1" in caplog.text
 
 

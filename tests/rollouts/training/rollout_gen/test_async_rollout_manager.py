@@ -4,6 +4,7 @@ functions passed in named with the remedy. Times are those of a virtual clock.""
 import asyncio
 import functools
 import json
+import re
 import threading
 from random import Random
 
@@ -189,7 +190,7 @@ def test_a_reward_that_fails_is_computed_again_without_sampling_anew():
 
 def test_a_reward_that_is_never_finite_is_an_error_and_not_a_zero():
     manager = make_manager(reward_fn=lambda sample: float("nan"), max_retries=0)
-    with pytest.raises(RolloutError, match=r"6 groups were lost.*the reward nan; rewards must be finite"):
+    with pytest.raises(RolloutError, match=r"6 groups .*lost.*reward nan; .*finite"):
         play_jumping(manager.generate_batch())
     assert manager.counts.lost == 6
 
@@ -453,7 +454,7 @@ def test_a_sample_that_json_has_no_form_for_is_sampled_again_by_a_resumed_run(st
         return await restarted.generate_batch()
 
     assert len(play_jumping(run()).samples) == 6
-    assert "holds in its prompt, reward or metadata what JSON has no form for" in caplog.text
+    assert re.search("prompt, reward or metadata .*JSON", caplog.text)
 
 
 def test_a_token_of_a_state_takes_at_most_thirteen_bytes():
@@ -604,10 +605,10 @@ BUFFER_KEYS = ("epoch_id", "sample_offset", "seed", "num_prompts", "digest")
     ("change", "message"),
     [
         ({"partial_samples": {}}, "partial_samples must be a list"),
-        ({"ledger": {}}, "arrivals and groups of the ledger must be lists"),
-        ({"step_count": 7}, "step_count is 7, and the ledger belongs to batch 1"),
+        ({"ledger": {}}, "arrivals and groups .*must be lists"),
+        ({"step_count": 7}, "step_count is 7, .*batch 1"),
         ({"weight_version": "new"}, r"weight_version \('new'\) must be a whole number"),
-        ({"buffer_state": {"epoch_id": "0", "sample_offset": 0}}, r"epoch_id of the state \('0'\) must be a whole number"),
+        ({"buffer_state": {"epoch_id": "0", "sample_offset": 0}}, r"epoch_id .*\('0'\) .*whole number"),
         ({"buffer_state": None}, "DataBuffer.load_state cannot read the saved buffer_state"),
     ],
 )
@@ -630,7 +631,7 @@ def test_a_prompt_without_a_form_in_json_needs_a_buffer_with_positions(prompt):
     async def run():
         manager = AsyncRolloutManager(Strange(), RolloutConfig(1, generate_fn=generate, over_sampling_factor=2.0))
         await manager.generate_batch(lambda sample: 1.0)
-        with pytest.raises(DataError, match=r"the prompt of group \d has no form in JSON .* give the buffer `position` and `at"):
+        with pytest.raises(DataError, match=r"prompt of group \d .*JSON .*`position` and `at"):
             manager.state_dict()
 
     play_jumping(run())
@@ -694,7 +695,7 @@ async def one_sample(prompts):
         ({"generate_fn": lambda prompts: "4"}, DataError, "returned a str"),
         ({"generate_fn": functools.partial(generate, [], [1])}, ConfigTypeError, "takes a list of prompts"),
         ({"generate_fn": lambda prompts: [Sample("p")] * 2}, DataError, "returned 2 samples for 1 prompts"),
-        ({"generate_fn": lambda prompts: [Sample("p", tokens=[1])]}, DataError, "has 1 tokens and a loss_mask of 0"),
+        ({"generate_fn": lambda prompts: [Sample("p", tokens=[1])]}, DataError, "1 tokens .*loss_mask of 0"),
         ({"reward_fn": lambda sample: None}, ConfigError, "returned None; a reward function"),
         ({"filter_fn": one_sample}, ConfigTypeError, "a filter is a plain function"),
     ],

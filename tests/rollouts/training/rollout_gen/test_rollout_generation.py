@@ -102,13 +102,13 @@ async def judge_later(sample):
         ({"generate_fn": lambda prompts: answer_later(prompts)}, ConfigTypeError, "use AsyncRolloutManager"),
         ({"reward_fn": judge_later}, ConfigTypeError, "judge_later is a coroutine function"),
         ({"reward_fn": lambda sample: judge_later(sample)}, ConfigTypeError, "use AsyncRolloutManager"),
-        ({"reward_fn": lambda sample: [1.0]}, ConfigError, "returned a list; a reward function is called with one Sample"),
+        ({"reward_fn": lambda sample: [1.0]}, ConfigError, "returned a list; .*one Sample"),
         ({"filter_fn": judge_later}, ConfigTypeError, "a filter is a plain function"),
         ({"generate_fn": functools.partial(answer, ["a"])}, ConfigTypeError, "takes a list of prompts"),
         ({"generate_fn": lambda prompts: None}, DataError, "returned None; it must return a list"),
-        ({"generate_fn": lambda prompts: ["4"]}, DataError, "a list with a str; every element must be a Sample"),
+        ({"generate_fn": lambda prompts: ["4"]}, DataError, "list with a str; .*a Sample"),
         ({"generate_fn": lambda prompts: answer(prompts * 2)}, DataError, "returned 2 samples for 1 prompts"),
-        ({"generate_fn": lambda prompts: [Sample("a", tokens=[1])]}, DataError, "sample 0 has 1 tokens and a loss_mask of 0"),
+        ({"generate_fn": lambda prompts: [Sample("a", tokens=[1])]}, DataError, "sample 0 .*1 tokens .*loss_mask of 0"),
     ],
 )
 def test_a_wrong_function_is_an_error_that_names_the_remedy(settings, error, remedy):
