@@ -11,6 +11,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "python" / "ludic"
+TESTS = REPOSITORY / "tests"
 LONG_FILE_LINES = 400
 MAX_LONG_FILES = 0.05
 """Share of the package's files that may be longer than `LONG_FILE_LINES`."""
@@ -45,6 +46,10 @@ PROTOCOLS = {
         Addressed CompletesTokens GroupLog RewardWeightsClient Running WeightSource""",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""
+MAX_PATTERN_WORDS = 8
+"""Words in a pattern that a test matches with a message. Numbers and symbols do not count."""
+QUOTED_PATTERNS = {"docs/test_troubleshooting_page.py"}
+"""Tests that compare a whole message, since a page quotes it."""
 TEST_FOLDERS = {"core", "docs", "examples", "gpu", "integration", "support"}
 """Folders of tests/ without a counterpart in the package: the Rust core, pages, scripts, real
 servers, GPUs and shared support."""
@@ -169,6 +174,24 @@ def test_every_test_folder_mirrors_a_folder_of_the_package():
     folders = {path.parent.relative_to(REPOSITORY / "tests") for path in (REPOSITORY / "tests").rglob("test_*.py")}
     packages = {path.parent.relative_to(PACKAGE) for path in python_files()}
     assert {str(folder) for folder in folders - packages if folder.parts[0] not in TEST_FOLDERS} == set()
+
+
+def longest_pattern(tree: ast.Module) -> int:
+    """The number of words in the longest literal given as `match=`."""
+    given = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "match"]
+    parts = [[part.value for part in ast.walk(value) if isinstance(part, ast.Constant)] for value in given]
+    words = [re.split(r"\s|\.\*", "".join(map(str, texts))) for texts in parts]
+    return max((sum(bool(re.search(r"[A-Za-z]{2}", word)) for word in each) for each in words), default=0)
+
+
+def test_messages_are_matched_by_names_and_values_and_not_by_sentences():
+    tests = {str(path.relative_to(TESTS)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(TESTS.rglob("*.py"))}
+    assert max(map(longest_pattern, tests.values())) > 5
+    assert {name for name, tree in tests.items() if longest_pattern(tree) > MAX_PATTERN_WORDS} == QUOTED_PATTERNS
+
+
+def test_the_check_of_patterns_counts_words():
+    assert longest_pattern(ast.parse(r"raises(E, match=rf'lr \(0\) .*at least {a}' '.*raise it'); f(match='one')")) == 5
 
 
 def optional_reads(tree: ast.Module) -> int:
