@@ -142,10 +142,10 @@ def test_a_setting_that_is_set_to_its_default_counts_as_set(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["algorithm=crispo"], r"algorithm \(crispo\) is not known; did you mean cispo"),
-        (["algorithm=x"], r"there are cispo, dapo, dr_grpo.*, or module:function of your own"),
+        (["algorithm=crispo"], r"algorithm \(crispo\) .*did you mean cispo"),
+        (["algorithm=x"], r"cispo, dapo, dr_grpo.*, .*module:function"),
         ([f"algorithm={__name__}:absent"], r"has no 'absent'"),
-        ([f"algorithm={__name__}:REGISTRY"], r"is dict; name a function that returns an RLAlgorithm"),
+        ([f"algorithm={__name__}:REGISTRY"], r"is dict; .*returns an RLAlgorithm"),
         ([f"algorithm={__name__}:make_nothing"], r"returned str; it must return an RLAlgorithm"),
         ([f"algorithm={__name__}:make_own", "algorithm_args.esp=1"], r"algorithm_args\.esp: make_own .* did you mean eps\?"),
         (["algorithm_args.clip_eps_hi=0.3"], r"algorithm_args\.clip_eps_hi: .* did you mean clip_eps_high\?"),
@@ -166,11 +166,11 @@ class Sized:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["task.kind=srot"], r"task\.kind \(srot\) is not known; did you mean sort\?"),
-        (["task.args.digit=5"], r"task\.args\.digit: DigitSort has no such argument; did you mean digits\?"),
+        (["task.kind=srot"], r"task\.kind \(srot\) .*did you mean sort\?"),
+        (["task.args.digit=5"], r"task\.args\.digit: DigitSort .*did you mean digits\?"),
         ([f"task.kind={__name__}:Sized"], r"Sized needs size; set task\.args\.size=VALUE"),
         (["task.kind=nowhere:Task"], r"task\.kind \(nowhere:Task\) cannot be imported"),
-        (["addition", "task.args.right=2"], r"right \(2\) must be between 0 and 1"),
+        (["addition", "task.args.right=2"], r"right \(2\) .*between 0 and 1"),
     ],
 )
 def test_the_error_of_an_invalid_task_has_a_remedy(arguments: list[str], message: str) -> None:
@@ -183,7 +183,7 @@ def test_the_error_of_an_invalid_task_has_a_remedy(arguments: list[str], message
 )
 def test_the_error_of_a_count_that_is_too_small_names_it(override: str) -> None:
     key = override.split("=")[0]
-    with pytest.raises(ConfigError, match=rf"{key} \(.*\) must be at least [01]"):
+    with pytest.raises(ConfigError, match=rf"{key} \(.*\) .*at least [01]"):
         compose([override])
 
 
@@ -213,7 +213,7 @@ def test_the_small_model_has_the_vocabulary_of_the_named_tokenizer(tmp_path: Pat
     ("overrides", "message"),
     [
         (["rollout.group_size=1"], r"group_size \(1\) must be at least 2"),
-        (["rollout.temperature=0"], r"rollout\.temperature \(0\) gives all members of a group the same answer, and grpo learns"),
+        (["rollout.temperature=0"], r"rollout\.temperature \(0\) .*same answer, and grpo"),
         (["rollout.temperature=0", "algorithm=cispo"], "and cispo learns from the differences"),
     ],
 )
@@ -234,5 +234,5 @@ def test_a_run_that_can_learn_or_should_not_learn_is_accepted(overrides):
 )
 def test_the_numbers_of_a_task_are_whole(monkeypatch, number, remedy):
     monkeypatch.setattr(DigitSort, "max_new_tokens", number)
-    with pytest.raises(ConfigError, match=rf"max_new_tokens of the task sort \(.*\) must be an int above 0{remedy}"):
+    with pytest.raises(ConfigError, match=rf"max_new_tokens .*task sort \(.*\) .*above 0{remedy}"):
         build_episodic_task(compose(["sort"]))

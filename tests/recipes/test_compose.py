@@ -109,9 +109,9 @@ def test_a_file_can_have_settings_for_each_algorithm(tmp_path: Path) -> None:
         ("~seed", r"one recipe|no recipe|not key=value|sweep"),
         ("seed =3", r"not key=value"),
         ("adition", r"no recipe 'adition'; did you mean addition"),
-        ("runs/absent", r"no recipe 'runs/absent'; .*there is no such folder of a run"),
+        ("runs/absent", r"no recipe 'runs/absent'; .*no such folder"),
         ("missing.yaml", r"missing\.yaml does not exist"),
-        ("inference.max_lag=1", r"no setting 'inference\.max_lag'; it is now called inference\.batches_ahead"),
+        ("inference.max_lag=1", r"'inference\.max_lag'; .*called inference\.batches_ahead"),
     ],
 )
 def test_the_error_of_an_invalid_argument_has_a_remedy(argument: str, message: str) -> None:
@@ -149,7 +149,7 @@ def test_a_file_turns_prefix_sharing_off_with_a_bare_word_which_yaml_reads_as_fa
 def test_a_former_name_is_read_from_a_runs_config_and_refused_in_a_users_file(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(compose(["inference.batches_ahead=2"])).replace("batches_ahead", "max_lag"))
-    with pytest.raises(ConfigError, match=r"config\.yaml: there is no setting 'inference\.max_lag'; it is now called"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: .*'inference\.max_lag'; .*now called"):
         compose([str(config)])
     (tmp_path / "progress.json").write_text("{}")
     assert compose([str(config)]).inference.batches_ahead == 2

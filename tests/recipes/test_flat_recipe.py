@@ -252,9 +252,7 @@ def test_a_name_of_trl_is_translated_named_or_refused():
     translated = from_flat({**GRPO, "temperature": 1.0, "sync_ref_model": False, "load_in_4bit": False, "epsilon_high": None})
     assert translated.recipe["rollout"]["temperature"] == 1.0
     assert translated.without_effect["sync_ref_model"].startswith("the reference never changes")
-    with pytest.raises(
-        ConfigError, match=r"epsilon \(0.1\) has no translation from a flat file; write algorithm_args.clip_eps_low"
-    ):
+    with pytest.raises(ConfigError, match=r"epsilon \(0.1\) has no translation .*algorithm_args.clip_eps_low"):
         from_flat({**GRPO, "epsilon": 0.1})
 
 
@@ -268,12 +266,12 @@ def test_only_files_of_the_document_are_flat():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"maxent_tua": 1}, r"no setting 'maxent_tua' in recipes of MaxEnt-GRPO; did you mean maxent_tau"),
-        ({"beta": 0.1}, r"init_kl_coeff: 0.5, beta: 0.1 are names of one coefficient"),
-        ({"maxent_tau": 0.1}, r"maxent_tau are settings of MaxEnt, and the objective is GRPO"),
-        ({"num_generations": 7}, r"is 64 answers, which num_generations \(7\) does not divide"),
+        ({"maxent_tua": 1}, r"'maxent_tua' .*MaxEnt-GRPO; did you mean maxent_tau"),
+        ({"beta": 0.1}, r"init_kl_coeff: 0\.5, beta: 0\.1 .*one coefficient"),
+        ({"maxent_tau": 0.1}, r"maxent_tau .*of MaxEnt, .*objective is GRPO"),
+        ({"num_generations": 7}, r"is 64 answers, .*num_generations \(7\)"),
         ({"maxent_reference_logprobs_source": "stale"}, r"must be auto or model"),
-        ({"dataset_mixture": {"datasets": []}}, r"dataset_name and dataset_mixture are names of one setting, data"),
+        ({"dataset_mixture": {"datasets": []}}, r"dataset_name and dataset_mixture .*one setting, data"),
         ({"use_vllm": True, "vllm_mode": "both"}, r"vllm_mode \(both\) must be server or colocate"),
     ],
 )
@@ -286,7 +284,7 @@ def test_names_of_one_coefficient_may_agree_and_a_switch_that_is_off_is_named():
     translated = from_flat({**GRPO, "beta": 0.5, "controller_meta_enabled": False, "controller_meta_lr": 0.1})
     assert translated.recipe["algorithm_args"]["reference_kl"] == 0.5
     assert translated.without_effect["controller_meta_lr"] == "controller_meta_enabled is off"
-    with pytest.raises(ConfigError, match=r"task \(sft\) must be one of grpo, maxent"):
+    with pytest.raises(ConfigError, match=r"task \(sft\) .*one of grpo, maxent"):
         from_flat(GRPO, task="sft")
     with pytest.raises(ConfigError, match="needs info_seed_enabled"):
         from_flat(GRPO, task="infoseed")
@@ -376,7 +374,7 @@ def test_what_a_file_leaves_out_of_its_batch_is_that_of_grpo_config(given, probl
 
 @pytest.mark.parametrize("count", [0, 1.5, "2"])
 def test_a_size_of_the_batch_is_a_whole_number(count):
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps \(.*\) must be a whole number above 0"):
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps \(.*\) .*whole number above 0"):
         from_flat({"train_grpo_objective": True, **BATCH, "gradient_accumulation_steps": count})
 
 

@@ -71,7 +71,7 @@ def test_what_exists_and_what_may_be_on_the_hub_pass(tmp_path, monkeypatch):
 
 def test_a_name_that_is_wrong_is_named_with_its_setting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"data: \./none does not exist, seen from .*; give a file"):
+    with pytest.raises(DataError, match=r"data: \./none does not exist, .*file"):
         check_named_sources(compose(["data=./none", "reward=gsm8k"]))
     with pytest.raises(ConfigError, match=r"algorithm \(nosuch_module:make\) cannot be imported"):
         check_named_sources(compose(["algorithm=nosuch_module:make"]))

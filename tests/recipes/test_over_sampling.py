@@ -19,9 +19,9 @@ def recipe_of(*settings: str):
         (["rollout.over_sampling_factor=2.5", "rollout.max_lag=1"], "set max_lag=2, or lower the factor"),
         (
             ["rollout.order=random", "rollout.group_filter=nonzero_std"],
-            r"rollout.order \(random\) must be one of arrival, submission",
+            r"rollout.order \(random\) .*arrival, submission",
         ),
-        (["rollout.group_filter=zero_std"], r"rollout.group_filter \(zero_std\) must be one of nonzero_std, any_success"),
+        (["rollout.group_filter=zero_std"], r"rollout.group_filter \(zero_std\) .*nonzero_std, any_success"),
         (["rollout.group_filter=nonzero_std", "rollout.group_size=1"], "set rollout.group_size to at least 2"),
         (
             ["rollout.group_filter=nonzero_std", "rollout.outage_patience_s=-1"],
@@ -39,16 +39,16 @@ def recipe_of(*settings: str):
         (["rollout.patience=3"], r"rollout.patience \(3\) needs rollout.over_sampling_factor or rollout.group_filter; set"),
         (
             ["rollout.group_filter=nonzero_std", "inference.batches_ahead=1"],
-            r"rollout.group_filter \(nonzero_std\) .* inference.batches_ahead; leave one of them out",
+            r"rollout.group_filter \(nonzero_std\) .* inference.batches_ahead; leave one",
         ),
-        (["rollout.over_sampling_factor=1.5", "place.actors=2"], r"factor \(1.5\) .* place.actors; leave one of them out"),
+        (["rollout.over_sampling_factor=1.5", "place.actors=2"], r"factor \(1.5\) .* place.actors; leave one"),
         (
             ["rollout.over_sampling_factor=1.5", "queue.url=redis://host/0"],
-            r"factor \(1.5\) .* queue.url; leave one of them out",
+            r"factor \(1.5\) .* queue.url; leave one",
         ),
         (
             ["rollout.over_sampling_factor=1.5", "trainer.sync_every_steps=0"],
-            r"trainer.sync_every_steps \(0\) never updates the copy .* set it to 1",
+            r"trainer.sync_every_steps \(0\) .*set it to 1",
         ),
     ],
 )

@@ -50,19 +50,19 @@ def test_where_a_run_executes_does_not_change_its_hash():
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (["on=cloud"], r"place.on \(cloud\) must be one of local, ray, slurm"),
-        (["address=auto"], r"place.address \(auto\) needs place.on=ray; set that too, or leave place.address out"),
+        (["on=cloud"], r"place.on \(cloud\) .*local, ray, slurm"),
+        (["address=auto"], r"place.address \(auto\) needs place.on=ray"),
         (["insecure=true"], r"place.insecure \(True\) needs place.on=ray; set that too"),
         (["nodes=2", "trainers=2"], r"place.nodes \(2\) needs place.on=ray or place.on=slurm; .*torchrun"),
-        (["on=ray", "nodes=2", "trainers=3"], r"place.trainers \(3\) must be divided evenly among place.nodes \(2\)"),
-        (["on=ray", "nodes=2", "trainers=2", "min_nodes=3"], r"place.min_nodes \(3\) must be from 1 to place.nodes \(2\)"),
+        (["on=ray", "nodes=2", "trainers=3"], r"place.trainers \(3\) .*evenly .*place.nodes \(2\)"),
+        (["on=ray", "nodes=2", "trainers=2", "min_nodes=3"], r"place.min_nodes \(3\) .*1 to place.nodes \(2\)"),
         (["on=ray", "nodes=2", "trainers=2", "min_nodes=0"], r"place.min_nodes \(0\) must be at least 1"),
         (["stop_s=0.5"], r"place.stop_s \(0.5\) must be at least 1"),
         (["nodes=0"], r"place.nodes \(0\) must be at least 1"),
         (["actors=-1"], r"place.actors \(-1\) must be at least 0"),
-        (["actor_gpus=1.5"], r"place.actor_gpus \(1.5\) must be a whole number, or less than 1"),
+        (["actor_gpus=1.5"], r"place.actor_gpus \(1.5\) .*whole number, .*less than 1"),
         (["actor_cpus=-1"], r"place.actor_cpus \(-1.0\) must be at least 0"),
-        (["slurm_options=['--x']"], r"place.slurm_options \(\['--x'\]\) needs place.on=slurm; set that too, or leave"),
+        (["slurm_options=['--x']"], r"place.slurm_options \(\['--x'\]\) needs place.on=slurm"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_rule(settings, rule):
@@ -76,7 +76,7 @@ def test_wrong_settings_are_refused_with_the_rule(settings, rule):
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (["place=ray", "actors=2"], "need a queue on a Redis server: set queue.url=redis://HOST:6379/0"),
+        (["place=ray", "actors=2"], r"Redis server: set queue\.url=redis://HOST:6379/0"),
         (["place=slurm", "actors=2", "queue.url=q.sqlite"], "need a queue on a Redis server"),
     ],
 )
@@ -99,8 +99,8 @@ def test_servers_of_a_run_are_sampled_from():
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (["inference.url=http://127.0.0.1:8000"], r"place.servers \(2\) .* inference.url; leave one of them out"),
-        (["inference=local"], r"place.servers \(2\) .* inference.kind=local; leave one of them out"),
+        (["inference.url=http://127.0.0.1:8000"], r"place.servers \(2\) .* inference.url; leave one"),
+        (["inference=local"], r"place.servers \(2\) .* inference.kind=local; leave one"),
         (["inference.weights=gloo"], r"inference.weights \(gloo\) must be disk with place.servers"),
         (["place.server_gpus=1.5"], r"place.server_gpus \(1.5\) must be a whole number"),
         (["servers=-1"], r"place.servers \(-1\) must be at least 0"),

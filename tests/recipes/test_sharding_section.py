@@ -32,8 +32,8 @@ def test_every_training_command_has_the_section_and_one_word_sets_its_kind(compo
 @pytest.mark.parametrize(
     ("section", "world_size", "message"),
     [
-        ({"kind": "hybrid", "shards": 3}, 8, r"sharding\.shards \(3\) must divide the number of ranks \(8\)"),
-        ({"kind": "full", "cpu_offload": True}, 1, r"needs several processes, and this run is one"),
+        ({"kind": "hybrid", "shards": 3}, 8, r"sharding\.shards \(3\) .*number of ranks \(8\)"),
+        ({"kind": "full", "cpu_offload": True}, 1, r"several processes, .*one"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(section, world_size, message):
@@ -45,15 +45,15 @@ def test_settings_that_cannot_be_followed_are_refused(section, world_size, messa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["kind=fsdp"], r"sharding\.kind \(fsdp\) must be one of none, full, hybrid"),
-        (["kind=full", "param_dtype=float16"], r"sharding\.param_dtype \(float16\) must be one of float32, bfloat16"),
-        (["kind=full", "reduce_dtype=int8"], r"sharding\.reduce_dtype \(int8\) must be one of float32, bfloat16"),
+        (["kind=fsdp"], r"sharding\.kind \(fsdp\) .*none, full, hybrid"),
+        (["kind=full", "param_dtype=float16"], r"sharding\.param_dtype \(float16\) .*float32, bfloat16"),
+        (["kind=full", "reduce_dtype=int8"], r"sharding\.reduce_dtype \(int8\) .*float32, bfloat16"),
         (
             ["param_dtype=bfloat16"],
-            r"sharding\.param_dtype \(bfloat16\) needs sharding\.kind=full or sharding\.kind=hybrid; set that",
+            r"sharding\.param_dtype \(bfloat16\) needs .*kind=full or sharding\.kind=hybrid",
         ),
-        (["cpu_offload=true"], r"sharding\.cpu_offload \(True\) needs sharding\.kind=full or sharding\.kind=hybrid; set that"),
-        (["kind=full", "shards=2"], r"sharding\.shards \(2\) needs sharding\.kind=hybrid; set that too, or leave"),
+        (["cpu_offload=true"], r"sharding\.cpu_offload \(True\) needs .*kind=full or sharding\.kind=hybrid"),
+        (["kind=full", "shards=2"], r"sharding\.shards \(2\) needs sharding\.kind=hybrid;"),
         (["kind=hybrid", "shards=0"], r"sharding\.shards \(0\) must be at least 1"),
     ],
 )
@@ -94,9 +94,7 @@ def test_a_copy_that_is_also_measured_is_sampled_after_each_step(every, monkeypa
     settings = ["sort", f"trainer.sync_every_steps={every}"]
     check_sampling(compose([*settings, "sharding=full"]))  # one process has one model
     monkeypatch.setattr("ludic.training.ranks.is_distributed", lambda: True)
-    with pytest.raises(
-        ConfigError, match=rf"trainer\.sync_every_steps \({every}\) would sample every batch from .*; set it to 1"
-    ):
+    with pytest.raises(ConfigError, match=rf"trainer\.sync_every_steps \({every}\) .*set it to 1"):
         check_sampling(compose([*settings, "sharding=full"]))
     for allowed in (["sharding=none"], ["sharding=full", "place.actors=1"], ["sharding=full", "inference=vllm"]):
         check_sampling(compose([*settings, *allowed]))

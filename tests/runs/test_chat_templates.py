@@ -2,6 +2,7 @@
 small copies of the tokenizers of well-known families."""
 
 import json
+import re
 
 import pytest
 from chat_families import FAMILIES, make_tokenizer
@@ -147,7 +148,7 @@ def test_the_end_token_is_a_setting(tmp_path):
     folder = f"tokenizer={tmp_path / 'tokenizer'}"
     built = build_tokenizer(compose_sft([folder, "eos_token='<|im_end|>'"]))
     assert (built.eos_token, tokenizer.eos_token) == ("<|im_end|>", "<|endoftext|>")
-    with pytest.raises(ConfigError, match=r"eos_token \(<end>\) is no token of the tokenizer; its special tokens are"):
+    with pytest.raises(ConfigError, match=r"eos_token \(<end>\) .*no token.*special tokens are"):
         build_tokenizer(compose_sft([folder, "eos_token='<end>'"]))
 
 
@@ -167,9 +168,7 @@ def test_a_template_is_a_setting_of_every_command(tmp_path):
 
 def test_an_argument_that_the_template_does_not_read_is_an_error(tmp_path):
     save_model("qwen3", tmp_path)
-    with pytest.raises(
-        ConfigError, match="chat_template_kwargs has enable_thinkng, which the tokenizer's chat template does not"
-    ):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs has enable_thinkng, .*does not"):
         build_tokenizer(compose([f"tokenizer={tmp_path / 'tokenizer'}", "chat_template_kwargs.enable_thinkng=false"]))
 
 
@@ -201,7 +200,7 @@ def test_a_column_that_is_no_object_names_the_row(tmp_path):
             write_rows(tmp_path / "rows.jsonl", {"messages": TALK[:2]}, chat_template_kwargs="no"),
         ]
     )
-    with pytest.raises(DataError, match=r"line 1.*chat_template_kwargs \('no'\) must be an object"):
+    with pytest.raises(DataError, match=r"line 1.*chat_template_kwargs \('no'\) .*object"):
         SFTData.read(recipe, build_tokenizer(recipe))
 
 
@@ -209,7 +208,7 @@ def test_a_template_whose_turns_end_with_no_token_is_warned_of_before_a_run(tmp_
     save_model("zephyr", tmp_path)
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     build_tokenizer(compose_sft([f"tokenizer={tmp_path / 'tokenizer'}", f"chat_template={json.dumps(plain)}"]))
-    assert "ends the assistant's turns with no special token of the tokenizer" in caplog.text
+    assert re.search("ends the assistant's turns .*no special token", caplog.text)
 
 
 def test_the_preview_shows_the_end_of_a_turn(tmp_path):
@@ -229,5 +228,5 @@ def test_a_prompt_of_messages_needs_a_template(tmp_path, prompt):
     other = write_rows(tmp_path / "other.jsonl", {"prompt": "another"})
     rows = [write_rows(tmp_path / "rows.jsonl", {"prompt": prompt}), f"task.args.heldout_{other}", "reward=byte_rewards:mean_id"]
     recipe = compose([f"model={tmp_path}", f"tokenizer={tmp_path / 'bare'}", "threads=1", *rows])
-    with pytest.raises(ConfigError, match=rf"prompts of up to {len(prompt)} messages .*set chat_template=FILE"):
+    with pytest.raises(ConfigError, match=rf"up to {len(prompt)} messages .*chat_template=FILE"):
         RLRun.build(recipe, print)

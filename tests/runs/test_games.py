@@ -4,6 +4,7 @@ token, rates by hand, and whole runs."""
 import asyncio
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -161,7 +162,7 @@ def test_a_single_turn_task_is_adapted_to_an_episodic_task(task: Any, rates: dic
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: TicTacToe(format="haiku"), r"format \(haiku\) must be one of moves, chat"),
+        (lambda: TicTacToe(format="haiku"), r"format \(haiku\) .*moves, chat"),
         (lambda: TicTacToe(opponent_perfect=1.5), r"perfect \(1.5\)"),
         (lambda: TicTacToe(teacher_perfect=0.99), r"teacher_perfect \+ teacher_illegal"),
         (lambda: TicTacToe(as_o=-1), "as_o"),
@@ -419,4 +420,4 @@ def test_a_run_with_several_turns_is_reproducible(tiny: list[str], tmp_path: Pat
 def test_an_invalid_end_of_turn_token_is_refused(tiny: list[str]) -> None:
     result = CliRunner().invoke(app, ["train", "tools", *tiny, "network.end_of_turn=bell"])
     assert result.exit_code == 2
-    assert "network.end_of_turn (bell) must be one of eos, newline" in result.stderr
+    assert re.search(r"network\.end_of_turn \(bell\) .*eos, newline", result.stderr)

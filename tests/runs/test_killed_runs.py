@@ -158,7 +158,7 @@ def test_a_run_without_a_gradient_would_show_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     check_learning(run)
     change(run / "metrics.jsonl", '"train/grad_norm": 1.0', '"train/grad_norm": 0.0')
-    with pytest.raises(RuntimeError, match=r"no gradient in \[\('rl', 1\)\] of 2 steps"):
+    with pytest.raises(RuntimeError, match=r"no gradient in \[\('rl', 1\)\] .*2 steps"):
         check_learning(run)
 
 

@@ -3,6 +3,7 @@ in metrics.jsonl, each episode once in rollouts.jsonl. `pytest -m slow` kills at
 disk."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
     assert "damaged: the content of model.safetensors has changed" in verified.output
     resumed = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "run")])
     assert resumed.exit_code == 0, resumed.output
-    assert "the content of model.safetensors has changed; going back to step_000001" in caplog.text
+    assert re.search(r"model\.safetensors has changed; .*step_000001", caplog.text)
     assert_is_the_run(tmp_path / "run", tmp_path / "whole")
     assert CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path / "run")]).exit_code == 0
 
@@ -232,7 +233,7 @@ def test_without_checkpoints_a_phase_restarts_and_says_so(tmp_path: Path) -> Non
     assert killed_at(moment, "sft", *settings, f"output={tmp_path}", "name=run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     said = CliRunner().invoke(app, ["sft", "--resume", str(tmp_path / "run")]).output
-    assert "3 steps of sft are repeated, from the start of the phase, because there is no checkpoint" in " ".join(said.split())
+    assert re.search("3 steps of sft .*no checkpoint", " ".join(said.split()))
     steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
     assert steps == list(range(1, len(steps) + 1))
 

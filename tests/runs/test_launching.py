@@ -3,6 +3,7 @@ and ends with. The processes are scripted, but for the last test."""
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -140,7 +141,7 @@ def test_actors_may_come_and_go_but_not_begin_on_resume(tmp_path, play):
     assert sum(process.role == "actor" for process in stage.planned) == 3
     result, _ = play(*resume, "actors=0", acts=[])
     assert result.exit_code == 2
-    assert "have no position for a run without actors" in " ".join(result.output.split())
+    assert re.search("no position .*without actors", " ".join(result.output.split()))
     result, _ = play(*resume, "ranks.timeout_s=-1", acts=[])
     assert result.exit_code == 2
     assert "timeout_s: -1" not in (tmp_path / "run" / "config.yaml").read_text()
@@ -181,7 +182,7 @@ def test_a_slurm_job_is_written_and_not_started(tmp_path, play):
     result, stage = play("sft", *arguments, acts=[])
     assert result.exit_code == 0, result.output
     assert "submit it with `sbatch " in result.output
-    assert "No GPU is reserved for the trainer on slurm; set place.trainer_gpus=1, " in " ".join(result.output.split())
+    assert re.search(r"No GPU .*on slurm; set place\.trainer_gpus=1, ", " ".join(result.output.split()))
     assert stage.planned == []
     script = (tmp_path / "run" / "job.sh").read_text()
     assert "#SBATCH --nodes=2\n" in script

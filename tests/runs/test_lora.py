@@ -81,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with adapters on a small model. No test may change it."""
     folder = tmp_path_factory.mktemp("module")
     shown = ludic("train", *arguments(folder), *LORA)
-    assert "LoRA: 832 weights are trained, 7,360 are frozen" in shown  # 2 x 2 x (q 32, k 24, v 24, o 32, mlp 3 x 32)
+    assert "832 weights are trained, 7,360 are frozen" in shown  # 2 x 2 x (q 32, k 24, v 24, o 32, mlp 3 x 32)
     return folder / "run"
 
 

@@ -23,7 +23,7 @@ def test_a_run_replaces_rejected_groups_and_says_how_old_answers_are(tmp_path: P
     ]
     result = CliRunner().invoke(app, ["train", *settings, f"output={tmp_path}", "name=run"])
     assert result.exit_code == 0, result.output
-    assert "answers are up to 1 policy versions old" in result.output
+    assert "up to 1 policy versions old" in result.output
     lines = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "reinforce"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["train/played_rollouts"] == 8 for line in lines)

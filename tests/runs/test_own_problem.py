@@ -1,6 +1,7 @@
 """`ludic train model=... data=... reward=...`: whole runs on tiny models from disk."""
 
 import json
+import re
 import sys
 from itertools import product
 from pathlib import Path
@@ -117,7 +118,7 @@ def rollouts(run: str = "run") -> list[dict]:
 def test_a_data_file_and_a_reward_function_are_enough(here: Path, model: Path) -> None:
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "evaluation.solved_at=0.5"]
     shown = trained(*given)
-    assert "the reward sees what vowels returned for the whole answer" in shown
+    assert "the reward sees what vowels returned" in shown
     assert "demonstrations" not in shown
     assert list(summary()) == [
         *("status", "stopped_by", "model", "algorithm", "versions"),
@@ -146,7 +147,7 @@ def test_rewards_with_another_maximum_have_no_accuracy_without_a_threshold(here:
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:half", "steps=0"]
     shown = trained(*given)
     assert not set("✓✗") & set(shown)
-    assert "set the reward from which an answer is right with evaluation.solved_at=NUMBER" in " ".join(shown.split())
+    assert "evaluation.solved_at=NUMBER" in " ".join(shown.split())
     assert (summary()["solved_at"], summary()["after"]) == (None, {"sampled_reward": 0.5, "greedy_reward": 0.5})
     shown = trained(*given, "name=told", "evaluation.solved_at=0.5")
     assert "✓" in shown
@@ -203,8 +204,8 @@ def test_prompts_that_nearly_fill_the_context_are_told_with_numbers(here: Path, 
     assert "prompts leave" not in caplog.text
     trained(*given, *tight, "rollout.max_new_tokens=5", "name=tight")
     [said] = [record.getMessage() for record in caplog.records if "prompts leave" in record.getMessage()]
-    assert "7 of the first 7 prompts leave less than the 5 tokens that an answer may have" in said
-    assert "trainer.max_seq_len is 25 tokens, and the longest prompt has 21, 19 of them from the system prompt" in said
+    assert re.search("7 of the first 7 prompts .*5 tokens", said)
+    assert re.search(r"trainer\.max_seq_len is 25 .*21, 19 .*system prompt", said)
     assert "raise trainer.max_seq_len" in said
 
 
@@ -272,7 +273,7 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run(here: Path, mode
 def test_a_reward_that_always_fails_ends_the_run_with_its_error(here: Path, model: Path) -> None:
     result = train(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:broken")
     assert result.exit_code == 1
-    assert "reward function broken failed: ZeroDivisionError: the reward divides by nothing" in result.stderr
+    assert re.search("reward function broken .*ZeroDivisionError: .*divides by nothing", result.stderr)
     assert "Traceback" not in result.stderr.split("ludic:")[-1]
 
 
@@ -282,7 +283,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error(here: Path, mode
         (
             [{"prompt": letter * 30} for letter in "abcdefghij"],
             ["trainer.max_seq_len=20"],
-            "trainer.max_seq_len (20) leaves no room for an answer to any of 7 prompts: the shortest has 30 tokens; raise it",
+            r"trainer\.max_seq_len \(20\) .*7 prompts: .*30 tokens; raise it",
         ),
         (
             [
@@ -294,8 +295,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error(here: Path, mode
                 for letter in "abcdefghij"
             ],
             [],
-            "the task has prompts of up to 3 messages (user, assistant, user), and the tokenizer has no chat template to render a dialogue "
-            "with; set chat_template=FILE, or tokenizer=FOLDER",
+            r"3 messages \(user, assistant, user\), .*chat_template=FILE, or tokenizer=FOLDER",
         ),
     ],
 )
@@ -305,7 +305,7 @@ def test_prompts_that_are_too_long_are_refused_before_anything_is_written(
     write(here / "long.jsonl", rows)
     result = train(f"model={model}", "data=long.jsonl", "reward=own_problem_rewards:early", *settings)
     assert result.exit_code != 0
-    assert message in " ".join(result.stderr.split())
+    assert re.search(message, " ".join(result.stderr.split()))
     assert not Path("run").exists()
 
 
@@ -316,7 +316,7 @@ def test_ungraded_answers_are_counted_and_are_not_zeros(here: Path, model: Path)
     given = ["data=problems.jsonl", "reward=own_problem_rewards:fails_on_a", "task.args.heldout_data=held.jsonl"]
     shown = trained(f"model={model}", *given, "task.args.num_heldout=null")
     assert summary()["before"] == summary()["after"] == {"sampled_reward": 1.0, "greedy_accuracy": 1.0}
-    assert "3 answers failed or could not be graded, and are in no rate" in " ".join(shown.split())
+    assert re.search("3 answers failed .*in no rate", " ".join(shown.split()))
     assert "could not be graded" in shown.split("Sampled answers")[1]
 
 

@@ -111,7 +111,7 @@ def test_an_error_on_one_rank_ends_all_with_it(tmp_path):
         codes = run.wait()
         assert codes == [1, 1], run.read_all()
         assert "ValueError: rank 1 is out of luck" in run.read(1, "err")
-        assert "ludic: rank 0 of 2: the run failed on rank 1 of 2, on " in run.read(0, "err")
+        assert re.search("rank 0 of 2: .*rank 1 of 2, on ", run.read(0, "err"))
         assert "ValueError: rank 1 is out of luck" in run.read(0, "err")
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_setting_on_one_rank_leaves_no_folder_and_is_not_retried(tmp_pat
     with Ranks(tmp_path / "log", 2, "sft", *settings, work=lacks_the_data) as run:
         assert run.wait() == [78, 78]
         assert "gone.jsonl" in run.read(0, "err")
-        assert "setting up the run failed on rank 1 of 2" in run.read(0, "err")
+        assert re.search("setting up .*failed on rank 1 of 2", run.read(0, "err"))
     assert not (tmp_path / "run").exists()
 
 

@@ -214,7 +214,7 @@ def test_a_run_folder_can_be_used_as_a_model(tiny: list[str], tmp_path: Path) ->
 def test_the_report_claims_only_what_happened(tiny: list[str], tmp_path: Path) -> None:
     assert "There was no reinforcement" in train(*tiny, "name=none", "steps=0")
     said = " ".join(train(*tiny, "name=few").split())
-    assert "Nothing was trained on: no step of 3 had a signal." in said
+    assert "no step of 3 had a signal" in said
     assert "sharpens" not in said
     assert " rose " not in said
     assert json.loads((tmp_path / "few" / "summary.json").read_text())["idle_steps"] == 3
@@ -222,7 +222,7 @@ def test_the_report_claims_only_what_happened(tiny: list[str], tmp_path: Path) -
 
 def test_fewer_held_out_problems_than_requested_are_reported(tiny: list[str]) -> None:
     shown = " ".join(train(*tiny, "task.args.digits=4", "evaluation.prompts=2000").split())
-    assert "held-out problems; the task has no more, 2000 were requested" in shown
+    assert "the task has no more, 2000 were requested" in shown
 
 
 @pytest.mark.integration

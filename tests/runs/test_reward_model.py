@@ -2,6 +2,7 @@
 settings, with and without adapters."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def test_the_documented_command_runs_on_a_local_file(tmp_path: Path, model: Path
         --early-stopping-patience 5 --profile-memory --output-dir {tmp_path / "checkpoints_rm_v2"}"""
     shown = train_rm(*command.split(), "threads=1")
     run = tmp_path / "checkpoints_rm_v2"
-    assert "has no split test; 10% of it are held out" in " ".join(shown.split())
+    assert "no split test; 10% of it" in " ".join(shown.split())
     summary = summary_of(run)
     assert (summary["steps"], summary["data"]["pairs"], summary["eval_num_pairs"]) == (6, 45, 4)
     assert summary["trained_parameters"] < summary["parameters"]
@@ -318,7 +319,7 @@ def test_a_loaded_model_gets_the_usual_settings_of_reward_models() -> None:
 def test_an_invalid_label_is_an_error_and_not_a_skipped_row(tiny: list[str], tmp_path: Path) -> None:
     content = [{"prompt": "1?", "chosen": "a", "rejected": "b", "sure": sure} for sure in (1, 80)]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "columns.label=sure", "heldout=0"])
-    with pytest.raises(DataError, match=r"line 2 \(80\) must be in \[0, 1\]"):
+    with pytest.raises(DataError, match=r"line 2 \(80\) .*\[0, 1\]"):
         PairData.read(recipe, make_byte_tokenizer(), note=print)
 
 
@@ -370,8 +371,8 @@ def test_a_run_that_stops_early_saves_the_model_of_its_best_evaluation(tiny: lis
     assert best < summary["steps"]
     assert summary["early_stopping"] == {"stopped": True, "kept_step": best, "metric": "eval_loss", "best": losses[best]}
     assert summary["eval_loss"] == pytest.approx(losses[best])  # metrics of the saved model
-    assert f"the model has the weights of step {best}" in " ".join(shown.split())
-    assert "Early stopping chose the weights by these same pairs" in " ".join(shown.split())
+    assert f"has the weights of step {best}" in " ".join(shown.split())
+    assert re.search("Early stopping .*these same pairs", " ".join(shown.split()))
 
 
 # ---- invalid settings, stopping, resuming

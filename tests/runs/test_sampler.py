@@ -80,14 +80,14 @@ def test_a_recipe_file_can_set_the_sampler_in_one_word(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["inference=tgi"], r"inference.kind \(tgi\) must be one of local, vllm"),
+        (["inference=tgi"], r"inference.kind \(tgi\) .*local, vllm"),
         (
             ["inference=local", "inference.url=http://127.0.0.1:1"],
-            r"inference.url \(http://127.0.0.1:1\) .* inference.kind=local; leave one of them out",
+            r"inference.url \(http://127.0.0.1:1\) .* inference.kind=local; leave one",
         ),
         (
             ["inference.url=http://127.0.0.1:1", "inference.python=python"],
-            r"inference.python \(python\) .* inference.url; leave one of them out",
+            r"inference.python \(python\) .* inference.url; leave one",
         ),
         (["inference.batches_ahead=-1"], r"inference.batches_ahead \(-1\) must be at least 0"),
         (["inference.timeout_s=0"], r"inference.timeout_s \(0.0\) must be above 0"),
@@ -292,5 +292,5 @@ def test_a_run_on_a_real_server_samples_from_the_trainers_weights(tmp_path: Path
 @pytest.mark.parametrize("more", [[], ["inference=vllm", "trainer.sync_every_steps=2"], ["evaluation.on=nowhere"]])
 def test_servers_answer_held_out_problems_only_where_they_have_the_weights(more):
     recipe = compose(["evaluation.on=servers", *more])
-    with pytest.raises(ConfigError, match=r"evaluation.on \(\w+\) must be trainer, or servers, which needs inference=vllm"):
+    with pytest.raises(ConfigError, match=r"evaluation.on \(\w+\) .*trainer, or servers, .*inference=vllm"):
         check_inference(recipe, None)

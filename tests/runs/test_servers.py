@@ -87,7 +87,7 @@ async def test_a_signal_ends_a_server_that_waits_for_the_warm_up(world: World) -
 
 def test_a_run_without_servers_has_none_to_start(tmp_path: Path) -> None:
     RunDirectory.begin(compose(["sort", f"output={tmp_path}", "name=run"])).release()
-    with pytest.raises(ConfigError, match="is a run without servers of its own"):
+    with pytest.raises(ConfigError, match="without servers of its own"):
         run_server_process(tmp_path / "run", name="server0", host=LOOPBACK)
 
 
@@ -106,13 +106,13 @@ async def test_a_server_that_never_answers_is_named_and_a_stop_ends_the_wait(wor
         await wait_for_server(world, is_stopped=True)
     world.make_model()
     world.addresses.write("server0", "http://127.0.0.1:9")  # of an earlier launch
-    with pytest.raises(InferenceError, match=r"server0 did not answer within 0 s of the policy; see workers/server0\.log"):
+    with pytest.raises(InferenceError, match=r"server0 .*within 0 s .*workers/server0\.log"):
         await wait_for_server(world)
 
 
 def test_a_wait_for_servers_ends_where_there_is_never_a_policy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "POLL_S", 600.0)
-    with pytest.raises(InferenceError, match=r"run/model did not appear within 24 hours; has the trainer ended\?"):
+    with pytest.raises(InferenceError, match=r"run/model .*within 24 hours; .*trainer"):
         play_jumping(asyncio.wait_for(wait_for_server(world), 25 * 3600.0))
 
 

@@ -2,6 +2,7 @@
 every format can be trained on."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,8 @@ def test_a_template_from_a_file_is_used_and_saved(tiny: list[str], tmp_path: Pat
     assert "no chat template; set chat_template=FILE" in refused(*tiny, f"data={data}")
     shown = sft(*tiny, f"data={data}", f"chat_template={tmp_path / 'chat.jinja'}", "heldout=0")
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == template
-    assert "4 samples do not end with <eos>: after these the model is not taught to stop; " in (note := " ".join(shown.split()))
-    assert "if their chat template ends turns with another token, set eos_token=TOKEN" in note
+    assert "4 samples do not end with <eos>" in (note := " ".join(shown.split()))
+    assert "another token, set eos_token=TOKEN" in note
     assert "does not exist" in refused(*tiny, f"data={data}", "chat_template=/nowhere.jinja", "name=other")
 
 
@@ -183,7 +184,7 @@ def test_samples_longer_than_the_limit_are_truncated_and_counted(tiny: list[str]
     shown = sft(*tiny, f"data={data}", "heldout=0", "trainer.max_seq_len=24")
     counts = summary_of(tmp_path / "run")["data"]
     assert (counts["samples"], counts["samples_cut"], counts["samples_cut_empty"], counts["samples_without_end"]) == (3, 2, 1, 2)
-    assert "2 longer than max_seq_len were cut, 1 of them to nothing" in " ".join(shown.split())
+    assert re.search("2 longer than max_seq_len .*1 of them", " ".join(shown.split()))
 
 
 def test_the_held_out_loss_is_measured_during_training_and_can_end_it(tiny: list[str], tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(
 
 def test_an_invalid_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", *pairs(2), {"body": "free"})
-    assert "data.jsonl, line 3 has the columns body, which are no format" in refused(*tiny, f"data={data}")
+    assert re.search(r"data\.jsonl, line 3 .*columns body, .*no format", refused(*tiny, f"data={data}"))
     assert not (tmp_path / "run").exists()
 
 
@@ -336,8 +337,8 @@ def test_rows_of_other_libraries_are_trained_on_and_named(tiny: list[str], tmp_p
     assert "8 rows of sharegpt (conversations)" in shown
     assert summary_of(tmp_path / "run")["data"]["trained_tokens"] == 8 * 2 + 8 * 3  # digit and end; y, o and end
     mixed = write_rows(tmp_path / "mixed.jsonl", {"instruction": "a", "output": "b"}, {"text": "c"})
-    assert "line 1 is a row of alpaca (instruction), and" in refused(*tiny, "name=other", f"data={mixed}")
-    assert "data_format (csv) must be one of auto, messages" in refused(*tiny, "data_format=csv")
+    assert re.search(r"line 1 .*alpaca \(instruction\), and", refused(*tiny, "name=other", f"data={mixed}"))
+    assert re.search(r"data_format \(csv\) .*auto, messages", refused(*tiny, "data_format=csv"))
 
 
 def test_plain_texts_are_trained_whole_and_held_out_by_text(tiny: list[str], tmp_path: Path) -> None:

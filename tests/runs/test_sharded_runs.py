@@ -2,6 +2,7 @@
 measured and saved with the trained weights, and resumed on as many ranks and on one."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -178,5 +179,5 @@ def test_settings_that_would_sample_from_the_first_weights_leave_no_folder(folde
     arguments = [*settings_of("train", folder), "sharding=full", "trainer.sync_every_steps=0", f"output={folder}", "name=refused"]
     with Ranks(folder / "refused-log", 2, *arguments, work=ludic_command) as run:
         assert run.wait() == [78, 78]
-        assert "trainer.sync_every_steps (0) would sample every batch from the first weights" in run.read(0, "err")
+        assert re.search(r"trainer\.sync_every_steps \(0\) .*the first weights", run.read(0, "err"))
     assert not (folder / "refused").exists()

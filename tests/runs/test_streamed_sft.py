@@ -1,6 +1,7 @@
 """`ludic sft streaming=true`: a run that reads its data while training, resumed and measured."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ def test_a_stopped_run_resumes_bit_for_bit(streamed: list[str], tmp_path: Path, 
 def test_what_a_stream_cannot_do_is_refused(streamed: list[str], tmp_path: Path) -> None:
     texts = write_rows(tmp_path / "texts.jsonl", *({"text": f"text {n}"} for n in range(20)))
     said = refused(*streamed, f"data={texts}")
-    assert "steps (null) must be set with streaming=true here: a row may make several samples" in said
-    assert "data is null; name a file, or set streaming=false" in refused("streaming=true", f"output={tmp_path}")
+    assert re.search(r"steps \(null\) .*streaming=true here: .*several samples", said)
+    assert re.search("data is null; .*streaming=false", refused("streaming=true", f"output={tmp_path}"))
     assert not (tmp_path / "run").exists()
 
 
@@ -58,7 +59,7 @@ def test_other_data_is_not_resumed(streamed: list[str], tmp_path: Path) -> None:
     assert train_until(3, [*streamed, "steps=10"]) == 130
     changed = write_rows(tmp_path / "data.jsonl", *({"prompt": f"{n % 20}+2=", "completion": "0"} for n in range(40)))
     assert changed.is_file()
-    assert "the rows would differ from the run that is resumed" in refused("--resume", str(tmp_path / "run"))
+    assert re.search("rows would differ .*resumed", refused("--resume", str(tmp_path / "run")))
 
 
 def test_folders_of_shards_are_streamed(streamed: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 resume, and in `ludic eval`. The model is a small one that knows one call of `stock` by heart."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -162,10 +163,10 @@ def test_a_function_without_a_module_is_asked_for_by_a_resume(model: Path) -> No
     result = CliRunner().invoke(app, ["train", "--resume", "runs/here", "steps=2"])
     assert result.exit_code == 2
     said = " ".join(result.output.split())
-    assert "tools (stock) is not known; write module:function, such as my_tools:stock" in said
+    assert re.search(r"tools \(stock\) .*module:function, .*my_tools:stock", said)
     assert "goes on in that script, with train(resume=True)" in said
     assert GRPO(model, "pure_accuracy_math", ROWS, **run).train(resume=True)["steps"] == 2
-    with pytest.raises(ConfigError, match="the actors cannot import the tool 'stock' of this process"):
+    with pytest.raises(ConfigError, match="actors cannot import the tool 'stock'"):
         GRPO(model, "pure_accuracy_math", ROWS, place={"actors": 1}, **run)
 
 
@@ -189,9 +190,9 @@ def test_a_dotted_name_is_answered_with_the_name_to_write() -> None:
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        ([listed], r"the tool listed takes \*arguments, .* take a list"),
-        ([untold], "the tool untold has no docstring, .* write one"),
-        ([unhinted], "the tool unhinted has no type hint for item, .* write one, such as item: str"),
+        ([listed], r"tool listed takes \*arguments, .*a list"),
+        ([untold], r"tool untold .*no docstring, .*write one"),
+        ([unhinted], r"tool unhinted .*type hint .*such as item: str"),
         ([len], "has positional-only parameters"),
         ([lambda item: item], "has no docstring"),
         ([3], "cannot be a tool"),
@@ -224,6 +225,6 @@ def test_a_template_that_cannot_show_tools_is_an_error_before_the_run(template, 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
     tokenizer.save_pretrained("other")
-    with pytest.raises(ConfigError, match=rf"cannot be shown its tools \(stock\).*{said}.*tokenizer=FOLDER"):
+    with pytest.raises(ConfigError, match=rf"shown its tools \(stock\).*{said}.*tokenizer=FOLDER"):
         GRPO(model, "pure_accuracy_math", ROWS, tools=stock, tokenizer="other", name="none", **SMALL).train()
     assert not Path("runs/none").exists()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -228,7 +229,7 @@ def test_a_tracker_that_cannot_start_ends_the_run_with_one_line(tiny: list[str],
     wandb.init = refuse  # type: ignore[method-assign]
     result = CliRunner().invoke(app, ["train", *tiny, "report_to=wandb"])
     assert result.exit_code == 2
-    assert "wandb could not begin a run (PermissionError: no API key)" in " ".join(result.output.split())
+    assert re.search(r"wandb .*PermissionError: no API key", " ".join(result.output.split()))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_trackers_can_be_a_name_a_list_or_none(given: Any, names: list[str]) -> 
 
 def test_trackers_are_not_part_of_the_hash_of_a_run() -> None:
     assert config_hash(compose(["report_to=wandb"])) == config_hash(compose([]))
-    with pytest.raises(ConfigError, match="one or a list of mlflow, tensorboard, trackio, wandb, or none"):
+    with pytest.raises(ConfigError, match="mlflow, tensorboard, trackio, wandb, or none"):
         parse_trackers(["clearml"])
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,26 +109,26 @@ def returning(value):
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ({"draw": returning(("a", 1))}, r"Mine\.draw returned \('a', 1\); it must return a mapping with id"),
-        ({"draw": lambda self: {}}, r"Mine\.draw raised TypeError: .*it must return a mapping with id"),
-        ({"suites": returning([{"id": "a"}])}, r"Mine\.suites returned .*a mapping of names to lists"),
-        ({"suites": returning({"first": [{"name": "a"}]})}, r"Mine\.suites returned .*each episode a mapping with id"),
+        ({"draw": returning(("a", 1))}, r"Mine\.draw returned \('a', 1\); .*mapping with id"),
+        ({"draw": lambda self: {}}, r"Mine\.draw raised TypeError: .*mapping with id"),
+        ({"suites": returning([{"id": "a"}])}, r"Mine\.suites returned .*names to lists"),
+        ({"suites": returning({"first": [{"name": "a"}]})}, r"Mine\.suites returned .*episode a mapping with id"),
         (
             {"suites": returning({"first": [{"id": "a"}, {"name": "b"}]})},
-            r"Mine\.suites returned .*each episode a mapping with id",
+            r"Mine\.suites returned .*episode a mapping with id",
         ),
         ({"make_env": returning(Counting())}, r"Mine\.make_env returned one environment for two episodes"),
         ({"demonstrations": returning([[("count", "one")]])}, r"Mine\.demonstrations returned .* lists of Turn\("),
         ({"demonstrations": returning([])}, r"Mine\.demonstrations returned \[\]"),
-        ({"make_env": returning(None)}, r"Mine\.make_env returned None; it must return a SingleAgentEnv"),
+        ({"make_env": returning(None)}, r"Mine\.make_env returned None; .*SingleAgentEnv"),
         (
             {"measure": lambda self, played: {"mean": played["first"][0].total_reward}},
-            r"Mine\.measure raised AttributeError: 'tuple' object .*test_trial\.py:\d+.* lists of \(episode, rollout\) by suite",
+            r"Mine\.measure raised AttributeError: .*test_trial\.py:\d+.* \(episode, rollout\) by suite",
         ),
-        ({"measure": returning(0.5)}, r"Mine\.measure returned 0\.5; it must return a mapping of names to numbers"),
+        ({"measure": returning(0.5)}, r"Mine\.measure returned 0\.5; .*names to numbers"),
         ({"show": returning("text")}, r"Mine\.show returned 'text'; it must return Shown\(question"),
-        ({"max_new_tokens": 4}, r"Mine\.demonstrations has the action 'stop' of 5 tokens with the end token, and .* sample 4"),
-        ({"max_turns": 60}, r"the prompt of turn 26 has 131 tokens if the model answers '\?', and its context is 128"),
+        ({"max_new_tokens": 4}, r"Mine\.demonstrations .*'stop' of 5 tokens .*sample 4"),
+        ({"max_turns": 60}, r"turn 26 has 131 tokens .*'\?', .*128"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_method_and_what_it_returned(members, said):
@@ -140,16 +141,16 @@ def test_a_mistake_is_one_line_that_names_the_method_and_what_it_returned(member
 def test_a_task_of_one_turn_is_named_by_its_own_methods():
     task = OneTurnTask()
     task.answer = None
-    with pytest.raises(ConfigError, match=r"OneTurnTask\.demonstrate returned .*it must return the answer as text"):
+    with pytest.raises(ConfigError, match=r"OneTurnTask\.demonstrate returned .*answer as text"):
         run_trial(task)
     task.heldout = lambda: [{"id": "0"}]
-    with pytest.raises(ConfigError, match=r"OneTurnTask\.heldout returned .*a mapping with id, question, answer"):
+    with pytest.raises(ConfigError, match=r"OneTurnTask\.heldout returned .*id, question, answer"):
         run_trial(task)
 
 
 def test_a_token_limit_of_the_recipe_is_its_users_choice(caplog):
     run_trial(Count(), "rollout.max_new_tokens=4")
-    assert "the action 'stop' of 5 tokens with the end token, and the model may sample 4 (rollout.max_new" in caplog.text
+    assert re.search(r"'stop' of 5 tokens .*sample 4 \(rollout\.max_new", caplog.text)
 
 
 def test_without_a_warm_up_the_task_needs_no_teacher():
@@ -188,7 +189,7 @@ def test_an_environment_that_fails_is_a_warning_since_training_drops_such_episod
             raise ValueError("no such move")
 
     run_trial(type("Mine", (Count,), {"make_env": lambda self, episode: Failing()})())
-    assert "an episode of Mine with the answer 'one' failed: ValueError: no such move" in caplog.text
+    assert re.search("episode of Mine .*'one' failed: ValueError: .*move", caplog.text)
 
 
 @pytest.mark.parametrize("change", [lambda demos: demos[1:], lambda demos: demos * 2, lambda demos: [*demos[1:], []]])
@@ -202,5 +203,5 @@ def test_the_teacher_gives_as_many_episodes_as_it_is_asked_for(change):
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}|{% endfor %}"
     source = DemonstrationSource(Teacher(), tokenizer, batch_size=4, seed=0)
-    with pytest.raises(ConfigError, match=r"Teacher\.demonstrations\(4, rng\) returned \d episodes, \d of them empty"):
+    with pytest.raises(ConfigError, match=r"Teacher\.demonstrations\(4, rng\) .*\d episodes, \d .*empty"):
         asyncio.run(source.next_batch())

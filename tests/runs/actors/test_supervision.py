@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -70,7 +71,7 @@ async def test_an_actor_that_fails_is_restarted_and_counted_once(tmp_path: Path,
         await until_both_run(place)
         place.end("actor0", code=7)
         await until(lambda: len(place.starts) == 3 and not place.news)
-    assert "actor0 ended with status 7 after 1.0 s; restarted immediately" in notes[0]
+    assert re.search(r"actor0 .*status 7 after 1\.0 s; restarted", notes[0])
 
 
 def test_a_restart_is_counted_in_one_measurement():
@@ -137,7 +138,7 @@ async def test_servers_are_started_without_actors_and_are_not_counted_as_such(tm
         place.end("server0", code=78)
         place.end("server1", code=78)
         await until(lambda: processes.why_lost() is not None)
-    assert "every server has failed more often than place.restarts allows" in processes.why_lost()
+    assert re.search("every server .*than place.restarts allows", processes.why_lost())
 
 
 async def test_gpus_of_the_trainer_are_not_lent(tmp_path: Path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import commands
@@ -53,8 +54,8 @@ def test_what_is_cut_is_counted(data: Path) -> None:
     cut = preview(compose_sft([f"data={data}", limit]), make_byte_tokenizer(), 1).samples[0]
     assert (cut.tokens, cut.trained_tokens, cut.cut_tokens, cut.cut_trained_tokens) == (whole.tokens - 1, 1, 1, 1)
     assert [(span.text[-3:], span.trained) for span in cut.spans] == [("e:\n", False), ("1", True)]
-    assert "1 tokens beyond trainer.max_seq_len are cut, 1 of them trained" in commands.ludic(
-        "sft", f"data={data}", limit, "--preview"
+    assert re.search(
+        r"1 tokens beyond trainer\.max_seq_len .*1 of them", commands.ludic("sft", f"data={data}", limit, "--preview")
     )
 
 

@@ -26,7 +26,7 @@ SAID = {
     "fell": "held-out reward of sampled answers fell from",
     "noise": "which may be noise",
     "same": "did not change",
-    "unknown noise": "how much of it is noise is not known",
+    "unknown noise": "how much of it is noise",
     "saturated": "nothing left to learn",
     "none right": "there is little to reinforce",
     "sharpens": "selects and sharpens these",
@@ -114,7 +114,7 @@ def test_an_evaluation_without_intervals_supports_no_claim() -> None:
     old = Evaluation.from_dict({"sampled_reward": 0.2, "greedy_accuracy": 0.1, "facts": {}, "answers": []})
     facts = between(old, replace(old, sampled_reward=0.9))
     assert facts.reward == Change(0.2, 0.9)
-    assert "how much of it is noise is not known" in conclude(facts)
+    assert "how much of it is noise" in conclude(facts)
 
 
 def test_an_accuracy_known_only_before_or_after_is_not_shown() -> None:
