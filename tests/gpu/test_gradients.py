@@ -1,5 +1,7 @@
 """Gradients on a GPU equal those on the CPU: every loss, layout and way to compute logits."""
 
+import re
+
 import pytest
 import torch
 from device_steps import gradients_on, largest
@@ -119,7 +121,7 @@ def test_heads_too_narrow_for_flex_attention_are_left_to_sdpa(caplog):
         assert_same_step(branching_items((5, 4), 1), GRPO, make=tiny_model, prefix_sharing="tree")
     lines = [record.getMessage() for record in caplog.records if "FlexAttention" in record.getMessage()]
     assert len(lines) == 1
-    assert lines[0].startswith("prefix trees are computed by sdpa, not by FlexAttention: Qwen2ForCausalLM does not accept trees")
+    assert re.search("sdpa, not by FlexAttention: Qwen2ForCausalLM .*trees", lines[0])
 
 
 def test_rows_of_all_lengths_are_computed_by_few_compiled_kernels():

@@ -132,7 +132,7 @@ def test_exactly_the_answers_and_their_ends_are_trained(tmp_path, name, system):
 
 @pytest.mark.parametrize("name", ENDS)
 def test_tools_that_the_template_leaves_out_are_an_error(name):
-    with pytest.raises(DataError, match="has tools, which the chat template leaves out"):
+    with pytest.raises(DataError, match=r"tools, .*chat template leaves out"):
         ChatTokenizer(tokenizer_of(name)).tokenize([*ASKED, *SAID], tools=TOOLS)
     with pytest.raises(ConfigError, match="ignores tools"):
         ChatTemplate(tokenizer_of(name)).render(ASKED, TOOLS)
