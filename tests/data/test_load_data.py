@@ -149,20 +149,20 @@ def test_the_digest_depends_on_content_and_order(tmp_path):
 # ------------------------------------------------------------------------------------------
 
 FAULTS = [
-    ({"prompt": 5}, r"line 2: prompt must be text or a list of messages, not int"),
-    ({"question": "a"}, r"line 2: it has no 'prompt'; it has question"),
+    ({"prompt": 5}, r"line 2: prompt .*list of messages, not int"),
+    ({"question": "a"}, r"line 2: .*no 'prompt'; .*question"),
     ({"prompt": ""}, r"line 2: prompt is empty"),
-    ({"prompt": [USER]}, r"line 2: prompt is a list of messages where the first row has text"),
-    (["prompt"], r"line 2 must be an object with columns as keys, not list"),
+    ({"prompt": [USER]}, r"line 2: prompt .*messages .*first row .*text"),
+    (["prompt"], r"line 2 must be an object .*not list"),
 ]
 MESSAGE_FAULTS = [
     ([], "messages is empty"),
-    (["hello"], r"messages\[0\] must be a message such as .*, not str"),
-    ([USER, {"role": "bot", "content": "x"}], r"the role of messages\[1\] \('bot'\) must be one of system"),
+    (["hello"], r"messages\[0\] .*a message .*, not str"),
+    ([USER, {"role": "bot", "content": "x"}], r"role of messages\[1\] \('bot'\) .*system"),
     ([{"content": "x"}], r"the role of messages\[0\] \(None\)"),
-    ([{"role": "user"}], r"the content of messages\[0\] must be text, not nothing"),
-    ([{"role": "user", "content": [{"type": "image"}]}], r"the content of messages\[0\] must be text, not list"),
-    ("hello", "messages must be a list of messages, not str"),
+    ([{"role": "user"}], r"content of messages\[0\] .*text, not nothing"),
+    ([{"role": "user", "content": [{"type": "image"}]}], r"content of messages\[0\] .*text, not list"),
+    ("hello", r"messages must be a list .*not str"),
 ]
 
 
@@ -176,7 +176,7 @@ def test_the_error_of_an_invalid_row_names_it_and_the_reason(tmp_path, row, mess
 @pytest.mark.parametrize(("messages", "message"), MESSAGE_FAULTS)
 def test_the_error_of_an_invalid_message_names_it_and_the_reason(tmp_path, messages, message):
     source = write_jsonl(tmp_path / "m.jsonl", {"messages": [USER, BLUE]}, {"messages": messages})
-    with pytest.raises(DataError, match=rf"m\.jsonl, line 2: {message}"):
+    with pytest.raises(DataError, match=rf"m\.jsonl, line 2: .*{message}"):
         load_data(source)
 
 
@@ -195,20 +195,20 @@ def test_many_invalid_rows_are_counted_and_three_are_shown(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"a\.jsonl, line 2 is not JSON: Expecting value at column 12"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"a\.jsonl, line 2 is not JSON: .*column 12"),
         ("a.jsonl", b'{"prompt": "a"}\n\xff\xfe\n', r"a\.jsonl, line 2 is not UTF-8"),
         ("a.jsonl", b"\n\n", r"a\.jsonl has no rows"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1 is nested too deeply"),
-        ("a.jsonl", b'{"input": "a", "output": "b"}', r"columns input, output, which fit no format .*columns=\{'prompt': 'question'\}"),
-        ("a.json", b'{"prompt": "a"}', r"a\.json must hold a list of objects, not dict"),
-        ("a.json", b'[\n{"prompt": }]', r"a\.json is not JSON: Expecting value at line 2, column 12"),
+        ("a.jsonl", b'{"input": "a", "output": "b"}', r"columns input, output, .*columns=\{'prompt': 'question'\}"),
+        ("a.json", b'{"prompt": "a"}', r"a\.json .*list of objects, not dict"),
+        ("a.json", b'[\n{"prompt": }]', r"a\.json is not JSON: .*line 2, column 12"),
         ("a.json", b'[{"prompt": "a"}, 3]', r"a\.json, row 2 must be an object"),
-        ("a.csv", b"prompt,answer\na,b\nc\n", r"a\.csv, line 3 has 1 cells for 2 columns \(prompt, answer\)"),
-        ("a.csv", b"prompt,prompt\na,b\n", r"a\.csv, line 1 must name each column once"),
-        ("a.csv", b'prompt\n"a\n', r"a\.csv, line 2 is not CSV: unexpected end of data"),
-        ("a.csv", b"", r"a\.csv, line 1 must name each column once, got \[\]"),
+        ("a.csv", b"prompt,answer\na,b\nc\n", r"a\.csv, line 3 .*1 .*2 columns \(prompt, answer\)"),
+        ("a.csv", b"prompt,prompt\na,b\n", r"a\.csv, line 1 .*each column once"),
+        ("a.csv", b'prompt\n"a\n', r"a\.csv, line 2 is not CSV: .*data"),
+        ("a.csv", b"", r"a\.csv, line 1 .*column once, got \[\]"),
         ("a.parquet", b"PAR1 no more", r"a\.parquet is not a parquet file"),
-        ("a.xlsx", b"", r"a\.xlsx ends in \.xlsx; files that are read end in \.csv, \.json, \.jsonl, \.ndjson, \.parquet"),
+        ("a.xlsx", b"", r"a\.xlsx ends .*\.csv, \.json, \.jsonl, \.ndjson, \.parquet"),
     ],
 )  # fmt: skip
 def test_a_file_whose_content_does_not_match_its_type_is_refused_by_name(tmp_path, name, content, message):
@@ -277,9 +277,7 @@ def test_an_id_that_cannot_be_loaded_is_a_clear_error(offline, monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(offline, "load_dataset", load_dataset)
-    with pytest.raises(
-        DataError, match=r"nobody/nothing \(config None, split train\) .*ConnectionError"
-    ):
+    with pytest.raises(DataError, match=r"nobody/nothing \(config None, split train\) .*ConnectionError"):
         load_data("nobody/nothing")
 
 

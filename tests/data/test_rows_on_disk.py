@@ -61,7 +61,7 @@ def test_parquet_files_and_folders_stay_on_disk_too(tmp_path):
     [
         (b'{"prompt": ""}', "line 3: prompt is empty"),
         (b'{"question": "1?"}', "line 3: it has no 'prompt'"),
-        (b"[1]", "line 3 must be an object with columns as keys, not list"),
+        (b"[1]", "line 3 must be an object"),
         (b'{"prompt": 1', "line 3 is not JSON"),
         (b'{"prompt": "\xff"}', "line 3 is not UTF-8"),
     ],
@@ -86,9 +86,7 @@ def test_a_file_that_is_taken_away_is_an_error(tmp_path):
     source = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
     loaded = load_data(source, kind="prompt", streaming=True)
     Path(source).rename(tmp_path / "moved.jsonl")
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl .*No such file or directory.*resume"
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl .*No such file or directory.*resume"):
         loaded[0]
 
 

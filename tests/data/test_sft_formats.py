@@ -73,11 +73,11 @@ def test_a_sharegpt_row_is_a_conversation_with_calls() -> None:
         ("hi", r"conversations \('hi'\) must be a list"),
         ([], r"conversations \(\[\]\) must be a list"),
         (["hi"], r"message 1 \('hi'\) must be"),
-        ([turn("human", "a"), turn("moderator", "b")], r"message 2: its from \('moderator'\) must be one of system, human"),
-        ([turn("human", 3)], r"message 1: its value \(3\) must be text"),
+        ([turn("human", "a"), turn("moderator", "b")], r"message 2: its from \('moderator'\) .*system, human"),
+        ([turn("human", 3)], r"message 1: its value \(3\) .*text"),
         ([turn("human", "a"), turn("function_call", "look(3)")], r"function_call, \('look\(3\)'\) is not JSON"),
         ([turn("function_call", '{"name": "look"}')], r"""function_call \(\{'name': 'look'\}\) must be \{"name": """),
-        ([turn("function_call", '{"name": "look", "arguments": "at"}')], r"arguments of its function_call \('at'\) is not JSON"),
+        ([turn("function_call", '{"name": "look", "arguments": "at"}')], r"function_call \('at'\) is not JSON"),
     ],
 )
 def test_a_malformed_turn_is_named_with_its_value(turns: object, expected: str) -> None:
@@ -89,8 +89,8 @@ def test_a_malformed_turn_is_named_with_its_value(turns: object, expected: str) 
     ("row", "expected"),
     [
         ({"instruction": 3, "output": "b"}, r"its instruction \(3\) must be text"),
-        ({"instruction": " ", "output": "b"}, r"its instruction \(' '\) is empty; leave the row out"),
-        ({"instruction": "a", "response": "b"}, r"its output \(None\) must be text; its columns are instruction, response"),
+        ({"instruction": " ", "output": "b"}, r"instruction \(' '\) is empty; .*row out"),
+        ({"instruction": "a", "response": "b"}, r"output \(None\) .*text; .*instruction, response"),
         ({"instruction": "a", "output": "b", "history": [["one"]]}, r"turn 1 of its history \(\['one'\]\)"),
     ],
 )
@@ -116,9 +116,7 @@ def test_what_was_found_is_one_line() -> None:
 
 def test_a_mixture_names_the_first_row_of_each() -> None:
     rows = [("line 1", {"instruction": "a"}), ("line 2", {"instruction": "b"}), ("line 3", {"text": "c"})]
-    with pytest.raises(
-        DataError, match=r"line 1 .*alpaca \(instruction\), .*line 3 .*text.*data_format=alpaca"
-    ):
+    with pytest.raises(DataError, match=r"line 1 .*alpaca \(instruction\), .*line 3 .*text.*data_format=alpaca"):
         count_formats(rows, "m")
     with pytest.raises(DataError, match=r"line 9 .*columns body, .*messages: .*text: text\)"):
         count_formats([("line 9", {"body": "a"})], "m")
