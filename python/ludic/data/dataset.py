@@ -122,16 +122,10 @@ def load_data(
     kind = kind or next((name for name, needed in REQUIRED.items() if rows[0].keys() >= set(needed)), None)
     if kind is None:
         formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED.items())
-        raise DataError(
-            f"{source} has the columns {', '.join(rows[0])}, which fit no format ({formats}); say which column is which with "
-            "columns={'prompt': 'question'}"
-        )
+        raise DataError(f"columns of {source} ({', '.join(rows[0])}) fit no format ({formats}); set columns={{'prompt': NAME}}")
     absent = next((column for column in REQUIRED[kind] if column not in rows[0]), None)
     if absent is not None:
-        raise DataError(
-            f"{source} has the columns {', '.join(rows[0])}; kind {kind} needs {' and '.join(REQUIRED[kind])}; "
-            f"name the column that holds it, such as columns.{absent}=COLUMN (in Python columns={{{absent!r}: COLUMN}})"
-        )
+        raise DataError(f"{source} ({', '.join(rows[0])}) has no column {absent} for kind {kind}; set columns.{absent}=COLUMN")
     conversational = isinstance(rows[0].get(find_dialogue_columns(kind, rows[0])[0]), list)
     checked = ((table.where(index), find_fault(row, kind, conversational=conversational)) for index, row in enumerate(rows))
     faults = [f"{where}: {fault}" for where, fault in checked if fault is not None]
@@ -278,11 +272,9 @@ class DataMixture:
             raise ConfigError(f"test_split_size ({self.test_split_size}) must be between 0 and 1; it is a share of the prompts")
         declared = [entry for entry in self.datasets if entry.columns is not None]
         for entry in declared[1:]:
-            if set(entry.columns or ()) != set(declared[0].columns or ()):
-                raise ConfigError(
-                    f"the columns of {entry.id} ({', '.join(entry.columns or ())}) must equal the columns of {declared[0].id} "
-                    f"({', '.join(declared[0].columns or ())}); keep the same columns of each"
-                )
+            own, first = list(entry.columns or ()), list(declared[0].columns or ())
+            if set(own) != set(first):
+                raise ConfigError(f"{entry.id} has the columns {own}, {declared[0].id} {first}; they must be equal")
 
     @classmethod
     def from_mapping(cls, content: Mapping[str, Any]) -> DataMixture:
@@ -329,9 +321,7 @@ def load_mixture(
             raise ConfigError(f"the weight of {entry.id} ({entry.weight}) takes none of its {len(loaded)} rows; raise it")
         taken += [({name: loaded[index][name] for name in kept}, loaded.where(index)) for index in drawn]
     if len(forms) > 1:
-        raise ConfigError(
-            f"the prompts of {forms[True]} are messages and the prompts of {forms[False]} text; mix data of one form"
-        )
+        raise ConfigError(f"the prompts of {forms[True]} are messages and of {forms[False]} text; mix data of one form")
     Random(mixture.seed).shuffle(taken)
     names = dict.fromkeys(name for row, _ in taken for name in row)
     rows = [{name: row.get(name) for name in names} for row, _ in taken]

@@ -169,11 +169,8 @@ class FormatCount:
         self.columns.update(dict.fromkeys(key for key, value in row.items() if value is not None))
         self.first.setdefault(found, where)
         if len(self.first) > 1 and not _MAY_MIX.issuperset(self.first):
-            (one, place), (other, its_place) = list(self.first.items())[:2]
-            raise DataError(
-                f"{place} is a row of {one} ({FORMATS[one][0]}), and {its_place} is one of {other} ({FORMATS[other][0]}); give each format "
-                f"a file of its own, data=[one.jsonl,other.jsonl], or name the one that all rows have: data_format={one}"
-            )
+            places = [f"{place} has {name} ({FORMATS[name][0]})" for name, place in list(self.first.items())[:2]]
+            raise DataError(f"{' and '.join(places)}; set data_format={next(iter(self.first))}, or write a file of each format")
 
     def describe(self) -> str:
         """One line: how many rows of which format, the columns that are read, and those that are
@@ -218,10 +215,7 @@ def convert_alpaca_to_text(row: Mapping[str, Any], where: str) -> tuple[str, str
     """(prompt, completion) of an Alpaca row, in Stanford Alpaca's words."""
     for column in ("system", "history"):
         if row.get(column):
-            raise DataError(
-                f"{where} has {column} ({_shown(row[column])}), which only a chat template can say; set chat_template=FILE.jinja, or leave "
-                "the column out"
-            )
+            raise DataError(f"{where} has {column} ({_shown(row[column])}); set chat_template=FILE.jinja, or leave it out")
     question, answer = read_alpaca(row, where)
     template = ALPACA_PROMPT if len(question) == 1 else ALPACA_PROMPT_WITH_INPUT
     return template.format(**dict(zip(("instruction", "input"), question, strict=False))), answer

@@ -110,10 +110,7 @@ class Passes:
             start = before.first_position + (first_pass - before.first_pass) * before.length
             stretches.append(_Stretch(start, first_pass, length))
         if stretches[-1].length != self._stretches[-1].length:
-            raise ConfigError(
-                f"the saved position belongs to {stretches[-1].length} samples, here are {self._stretches[-1].length}; give the same "
-                "data, or call grow() after loading the old number"
-            )
+            raise ConfigError(f"{stretches[-1].length} samples were saved, not {self._stretches[-1].length}; give the same data")
         self._stretches, self.position, self._number = stretches, int(state["position"]), -1
 
 

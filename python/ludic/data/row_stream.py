@@ -60,10 +60,8 @@ def _list_shards(folder: Path, source: str) -> list[Path]:
     left = [path.name for path in inside if path.suffix.lower() not in _FILES]
     tests = [path.name for path in inside if _HELD_OUT.match(path.name)]
     if left or tests:
-        raise DataError(
-            f"{source} has {(left or tests)[0]}, which {'cannot be streamed' if left else 'looks like held-out rows'}; name the files to "
-            f"train on one by one ({', '.join(_FILES)})"
-        )
+        fault = "cannot be streamed" if left else "looks like held-out rows"
+        raise DataError(f"{source} has {(left or tests)[0]}, which {fault}; name each file to train on ({', '.join(_FILES)})")
     if not inside:
         raise DataError(f"{source} has no files that can be streamed ({', '.join(_FILES)})")
     return inside
@@ -318,10 +316,7 @@ class RowStream:
         differ, since the rows would."""
         for name, own in self._identity().items():
             if state.get(name) != own:
-                raise ConfigError(
-                    f"the saved position in the stream belongs to {name}={state.get(name)}, here it is {own}: the rows would differ from "
-                    "the run that is resumed; put the data back and use the same settings, or start a new run"
-                )
+                raise ConfigError(f"the saved position has {name}={state.get(name)}, not {own}; put it back, or start a new run")
         file, position = state["start"]
         self.pass_number, self._number, self.taken = int(state["pass"]), int(state["block"]), int(state["taken"])
         self._rows_in_pass, self._next, self._block, self._offset = int(state["rows_before"]), (int(file), position), [], 0

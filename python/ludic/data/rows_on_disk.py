@@ -101,9 +101,7 @@ class LineRows(Lazy[Row]):
             raise DataError(f"{self._name} cannot be read any more ({error.strerror}); put it back and resume") from error
         if _stamp(file) != self._stamp:
             file.close()
-            raise DataError(
-                f"{self._name} was changed while it was in use; put the old content back and resume, or begin a new run"
-            )
+            raise DataError(f"{self._name} was changed while in use; put the old content back and resume, or begin a new run")
         return file
 
     def _parse(self, line: bytes, number: int) -> Row:

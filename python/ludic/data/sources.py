@@ -86,8 +86,7 @@ def find_path(source: str, suffixes: Collection[str], fault: str) -> Path | None
         raise DataError(f"{source} {fault}")
     if not path.exists() and is_local(source):
         raise DataError(
-            f"{source} does not exist, seen from {Path.cwd()}; give a file that ends in {', '.join(sorted(suffixes))}, a folder, or an "
-            "id of the hub such as openai/gsm8k"
+            f"{source} does not exist, seen from {Path.cwd()}; give a file ({', '.join(sorted(suffixes))}), a folder or a hub id"
         )
     return path if path.exists() else None
 
@@ -174,9 +173,7 @@ def open_arrow(name: str, source: str, config: str | None, split: str, *, stream
             return datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         return datasets.load_dataset(source, config, split=split, streaming=streaming)
     except Exception as error:  # its exceptions have no common base
-        raise DataError(
-            f"{name} (config {config}, split {split}) could not be loaded: {type(error).__name__}: {error}"
-        ) from error
+        raise DataError(f"cannot load {name} (config {config}, split {split}): {type(error).__name__}: {error}") from error
 
 
 def _number_rows(name: str, rows: list[Row], drawn: Sequence[int]) -> Table:
@@ -210,9 +207,7 @@ def _parse_text(text: str, where: str) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where} holds half of a surrogate pair ({error.object[error.start]!a}), which is not valid text"
-            ) from error
+            raise DataError(f"{where} has half of a surrogate pair ({error.object[error.start]!a}), not valid text") from error
     return value
 
 
