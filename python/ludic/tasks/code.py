@@ -255,9 +255,7 @@ class CodeData(RunsPrograms, ProblemList):
         Python."""
         rows = TaskData.of(data)
         if not isinstance(rows.source, str):
-            raise ConfigError(
-                f"data ({rows.source!r}) must be one file, folder or hub id: programs are judged by the tests of its rows"
-            )
+            raise ConfigError(f"data ({rows.source!r}) must be one file, folder or hub id, whose rows have tests")
         if rows.streaming:
             raise ConfigError("streaming=true is for prompts with reward functions; the tests of programs are read into memory")
         self.max_new_tokens = max_new_tokens
@@ -295,9 +293,7 @@ class CodeData(RunsPrograms, ProblemList):
         """A right program of the row, in a fenced block."""
         solutions = self._problems[problem["id"]].solutions
         if not solutions:
-            raise ConfigError(
-                f"a warm-up needs right programs, and problem {problem['id']} has none in `solutions`; disable it with warmup.steps=0"
-            )
+            raise ConfigError(f"problem {problem['id']} has no `solutions` for a warm-up; disable it with warmup.steps=0")
         return f"```python\n{rng.choice(solutions).strip()}\n```"
 
     def make_env(self, problem: Problem) -> CodeDataEnv:

@@ -118,9 +118,7 @@ class DataTask(ProblemList):
         """The completion of the row."""
         completion = problem["row"].get("completion")  # type: ignore[typeddict-item]
         if not completion:
-            raise ConfigError(
-                "a warm-up needs a column `completion` with an answer in every row; disable the warm-up with warmup.steps=0"
-            )
+            raise ConfigError("a warm-up needs an answer in the column `completion` of every row; disable it with warmup.steps=0")
         return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
     def make_env(self, problem: Problem) -> PromptEnv:
@@ -167,9 +165,7 @@ def _load(rows: TaskData, source: str | DataMixture, split: str) -> DataSet:
     columns |= {"answer": rows.answer_column} if rows.answer_column else {}
     if isinstance(source, DataMixture):
         if rows.streaming:
-            raise ConfigError(
-                "streaming=true reads one file, folder or hub id, and not a mixture of several; or set streaming=false"
-            )
+            raise ConfigError("streaming=true reads one file, folder or hub id, not a mixture; set streaming=false")
         return load_mixture(source, columns=columns)
     return load_data(source, kind="prompt", columns=columns, config=rows.config, split=split, streaming=rows.streaming)
 
@@ -216,9 +212,7 @@ class TaskData:
         if isinstance(source, Mapping):
             return cls(**{**vars(given), "source": DataMixture.from_mapping(source)})
         if not isinstance(source, str | DataMixture):
-            raise ConfigError(
-                f"data ({source!r}) must be a file, a folder, a hub id, or {{datasets: [{{id: a.jsonl}}, {{id: b.jsonl}}]}}"
-            )
+            raise ConfigError(f"data ({source!r}) must be a file, a folder, a hub id, or {{datasets: [{{id: a.jsonl}}]}}")
         return given
 
     def divide(
@@ -260,17 +254,11 @@ def hold_out(keys: Keys, number: int | None, source: str) -> tuple[Keys, list[in
     """
     distinct, first = np.unique(keys, return_index=True)
     if len(distinct) == 1:
-        raise ConfigError(
-            f"{source} has one prompt (rows: {len(keys)}), and at least one is held out for evaluation; add a second "
-            "prompt, or name a separate file with task.args.heldout_data"
-        )
+        raise ConfigError(f"{source} needs two prompts or more, one held out (rows: {len(keys)}); or set task.args.heldout_data")
     if number is None:
         number = min(MOST_HELD_OUT, max(1, len(distinct) // 10))
     if not 1 <= number < len(distinct):
-        raise ConfigError(
-            f"num_heldout ({number}) must be at least 1 and less than the {len(distinct)} different prompts of {source}; or name "
-            "a separate file with task.args.heldout_data"
-        )
+        raise ConfigError(f"num_heldout ({number}) of {source} must be between 1 and {len(distinct) - 1}; or set heldout_data")
     return distinct[:number], first[:number].tolist()
 
 

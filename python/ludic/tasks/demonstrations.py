@@ -38,8 +38,7 @@ class DemonstrationSource:
         if len(episodes) != self._batch_size or not all(episodes):
             teacher, empty = type(getattr(self._task, "task", self._task)).__name__, sum(not episode for episode in episodes)
             raise ConfigError(
-                f"{teacher}.demonstrations({self._batch_size}, rng) returned {len(episodes)} episodes, {empty} of them empty; return "
-                "as many as requested, each of one turn or more"
+                f"{teacher}.demonstrations returned {len(episodes)} episodes ({empty} empty), not {self._batch_size} with turns"
             )
         dialogues = [messages for episode in episodes for messages in _prompts(episode, self._system_prompt)]
         arguments = [episode[0].chat_template_kwargs or {} for episode in episodes for _ in episode]

@@ -60,10 +60,7 @@ class DigitSort:
         if self.digits < 3:
             raise ConfigError(f"digits ({self.digits}) must be at least 3; with fewer there is nothing to hold out")
         if self.num_heldout is not None and not 1 <= self.num_heldout <= self._spare:
-            raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}: each is held out with all its "
-                "permutations; raise digits to hold out more"
-            )
+            raise ConfigError(f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}; raise digits for more")
         check_share("right", self.right)
         check_share("right + backwards", self.right + self.backwards)
 

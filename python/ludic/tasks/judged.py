@@ -148,9 +148,7 @@ def _classifier(source: str, dtype: str) -> Any:
     model, missing = load_classifier(source, dtype, description=f"reward_model ({source})")
     if missing:
         kind = " or ".join(model.config.architectures or [model.config.model_type])
-        raise ConfigError(
-            f"reward_model ({source}) is a {kind} and has no weights for {shorten_names(sorted(missing))}; {_REMEDY}"
-        )
+        raise ConfigError(f"reward_model ({source}, a {kind}) has no weights for {shorten_names(sorted(missing))}; {_REMEDY}")
     if model.config.num_labels != 1:
         raise ConfigError(f"reward_model ({source}) gives {model.config.num_labels} labels; a reward is one number")
     return model
@@ -162,17 +160,14 @@ def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
     base = find_adapter_base(adapters)
     kind = read_json(adapters / ADAPTER_CONFIG).get("task_type")
     if kind == "CAUSAL_LM":
-        raise ConfigError(
-            f"reward_model ({source}) holds adapters of a language model ({kind}), which has no head for rewards; {_REMEDY}"
-        )
+        raise ConfigError(f"reward_model ({source}) holds adapters of a language model ({kind}); {_REMEDY}")
     model, missing = load_classifier(base, dtype, description=f"the base of reward_model ({source}), {base},", num_labels=1)
     try:
         with safe_open(adapters / ADAPTER, framework="pt") as stored:
             theirs = {name.removeprefix(WRAPPING) for name in stored.keys()}  # noqa: SIM118  it is no mapping
         if not theirs.issuperset(missing):
             raise ConfigError(
-                f"reward_model ({source}) holds adapters without weights for {shorten_names(sorted(missing - theirs))}, and their base "
-                f"({base}) has none either; {_REMEDY}"
+                f"reward_model ({source}) and its base ({base}) lack weights {shorten_names(sorted(missing - theirs))}; {_REMEDY}"
             )
         return base, load_adapter(model, adapters).merge_and_unload()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -54,14 +54,9 @@ class DigitPreferences:
         if not 1 <= self.min_digits <= self.max_digits:
             raise ConfigError(f"min_digits ({self.min_digits}) must be at least 1 and at most max_digits ({self.max_digits})")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ConfigError(
-                f"temperature ({self.temperature}) must be a finite number > 0; near 0 the better response always wins"
-            )
+            raise ConfigError(f"temperature ({self.temperature}) must be a finite number > 0")
         if self.num_heldout is not None and not 1 <= self.num_heldout <= self._spare:
-            raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}: no response to a held-out prompt is trained on; "
-                "raise max_digits to hold out more"
-            )
+            raise ConfigError(f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}; raise max_digits for more")
 
     def quality(self, prompt: str, response: str) -> float:
         """The latent quality: the mean digit of the response, negated for `low>`."""

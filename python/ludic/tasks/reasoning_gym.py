@@ -84,13 +84,9 @@ class ReasoningGym:
             raise ConfigError(f"answer_in ({answer_in}) must be one of {', '.join(get_args(AnswerIn))}")
         self._kinds = _read_kinds(name, config, datasets)
         if num_heldout < len(self._kinds):
-            raise ConfigError(
-                f"num_heldout ({num_heldout}) must be at least 1 for each of the {len(self._kinds)} kinds of problems"
-            )
+            raise ConfigError(f"num_heldout ({num_heldout}) must be at least {len(self._kinds)}, one for each kind of problem")
         if num_problems <= num_heldout:
-            raise ConfigError(
-                f"num_problems ({num_problems}) must be above num_heldout ({num_heldout}); the rest is for training"
-            )
+            raise ConfigError(f"num_problems ({num_problems}) must be above num_heldout ({num_heldout})")
         self.num_heldout, self.num_problems, self.partial_credit = num_heldout, num_problems, partial_credit
         self.answer_in, self.max_new_tokens = answer_in, max_new_tokens
         self.system_prompt = TAGS_PROMPT if answer_in == "tags" else None
@@ -123,10 +119,7 @@ class ReasoningGym:
             if problem["question"] not in self._held:
                 return problem
         name = self._kinds[dataset]["name"]
-        raise ConfigError(
-            f"{_ATTEMPTS} problems of {name} in a row had a question that is held out: its settings make few different ones; lower "
-            "task.args.num_heldout, or raise its difficulty with task.args.config"
-        )
+        raise ConfigError(f"{_ATTEMPTS} problems of {name} in a row are held out; lower num_heldout, or change task.args.config")
 
     def heldout(self) -> Sequence[GymProblem]:
         return list(self._held.values())
@@ -222,9 +215,7 @@ def _read_kinds(
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < inf:
             raise ConfigError(f"the weight of {kind['name']} ({weight!r}) must be a number above 0")
         if not isinstance(kind["config"], Mapping) or kind["config"].keys() & {"seed", "size"}:
-            raise ConfigError(
-                f"config ({kind['config']!r}) of {kind['name']} must be a mapping without seed and size: the task sets both"
-            )
+            raise ConfigError(f"config ({kind['config']!r}) of {kind['name']} must be a mapping without seed and size")
         kinds.append(kind)
     names = [kind["name"] for kind in kinds]
     if not names or len({*names}) < len(names):

@@ -101,20 +101,12 @@ def _function(name: str, setting: str) -> RewardFunction:
         if name in reward_names():
             return make_reward(name)
         if name in CODE_REWARDS:
-            raise ConfigError(
-                f"{setting} ({name}) runs programs, and is the only reward: write reward={name} alone, not in a list"
-            )
+            raise ConfigError(f"{setting} ({name}) runs programs and must be the only reward: write reward={name}, not a list")
         known = sorted({*reward_names(), *CODE_REWARDS})
-        meant = did_you_mean(name, known)
-        raise ConfigError(
-            f"{setting} ({name}) is not known{f'{meant} Else' if meant else ';'} write module:function, such as rewards:{name} for "
-            f"`{name}` of ./rewards.py, or one of {', '.join(known)}"
-        )
+        raise ConfigError(f"{setting} ({name}) must be module:function or one of {', '.join(known)}{did_you_mean(name, known)}")
     function = import_named(name, setting)
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(
-            f"{setting} ({name}) is {'a class' if callable(function) else type(function).__name__}; name a function"
-        )
+        raise ConfigError(f"{setting} ({name}) is {'a class' if callable(function) else type(function).__name__}, not a function")
     return function
 
 
@@ -163,10 +155,7 @@ def success_of(task: EpisodicTask, solved_at: float | None, *, judged: bool = Fa
     is_score = task.reward_is_score or (judged and isinstance(task.scorer, NoRewards))
     if solved_at is not None:
         if is_score:
-            raise ConfigError(
-                f"solved_at ({solved_at:g}) cannot tell right answers by the score of a reward model, which says only what is "
-                f"better; leave it out, or set a reward that can: {SCORE_REMEDY}"
-            )
+            raise ConfigError(f"solved_at ({solved_at:g}) cannot be used with a reward model; leave it out, or {SCORE_REMEDY}")
         if not math.isfinite(solved_at):
             raise ConfigError(f"solved_at ({solved_at}) must be a finite reward, such as 1 or 0.5")
         return Success(solved_at)
