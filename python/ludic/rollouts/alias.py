@@ -27,10 +27,7 @@ def install() -> None:
     loaded = sys.modules.get(NAME)
     other = loaded.__spec__ if loaded is not None else importlib.util.find_spec(NAME)
     if other is not None and other.origin is not None:
-        raise ConfigError(
-            f"the name {NAME!r} belongs to another package ({other.origin}), which the alias would hide; import {HOME}.training, "
-            "or remove that package from the path"
-        )
+        raise ConfigError(f"{NAME!r} is already another package ({other.origin}); import {HOME}.training, or remove that package")
     sys.modules.pop(NAME, None)
     MOVED[NAME] = HOME
 

@@ -76,13 +76,9 @@ async def agent_rollout_to_sample(
     if all(step.trace is not None for step in rollout.steps):
         sample = sample_of_rollout(rollout)
     elif tokenizer is None:
-        raise DataError(
-            f"the server returned no tokens for rollout {rollout.id}; ask for them (ReturnSpec.for_rl()), or give a tokenizer"
-        )
+        raise DataError(f"the server returned no tokens for rollout {rollout.id}; set ReturnSpec.for_rl(), or give a tokenizer")
     else:
-        logger.warning(
-            "the server returned no tokens for rollout %s; its text is tokenized, which may give other tokens", rollout.id
-        )
+        logger.warning("the server returned no tokens for rollout %s; its text is tokenized anew", rollout.id)
         messages: list[Message] = []
         for step in rollout.steps:
             messages += [{"role": "user", "content": step.prev_obs}, {"role": "assistant", "content": step.action}]
@@ -137,14 +133,10 @@ def trajectory_to_sample(trajectory: Any, tokenizer: Any, metadata: Mapping[str,
         return sample
     messages = trajectory if isinstance(trajectory, list) else getattr(trajectory, "messages", None)
     if inspect.ismethod(messages) or not isinstance(messages, list):
-        raise DataError(
-            f"a {type(trajectory).__name__} is no trajectory; give a Rollout, a list of messages, or an object with messages"
-        )
+        raise DataError(f"a {type(trajectory).__name__} is no trajectory; give a Rollout, messages, or an object with messages")
     roles = [message.get("role") for message in messages if message.get("role") not in ("system", "developer")]
     if roles[:1] != ["user"]:
-        raise DataError(
-            f"the trajectory begins with {roles[0] if roles else 'nothing'}; the first message must be the user's prompt"
-        )
+        raise DataError(f"the trajectory begins with {roles[0] if roles else 'nothing'}; it must begin with a user message")
     sample = make_sample(messages, tokenizer, MOST_TOKENS, "the trajectory")
     sample.metadata = dict(metadata or {})
     return sample

@@ -197,9 +197,7 @@ def as_training_logger(metrics_logger: MetricsLogger) -> TrainingLogger:
     object without `log` and `finish`."""
     missing = [name for name in ("log", "finish") if not hasattr(metrics_logger, name)]
     if missing:
-        raise ConfigTypeError(
-            f"a {type(metrics_logger).__name__} has no {' and no '.join(missing)}; a metrics logger has log(metrics, step) and finish()"
-        )
+        raise ConfigTypeError(f"metrics_logger ({type(metrics_logger).__name__}) must have a method {' and '.join(missing)}")
     return _AsTrainingLogger(metrics_logger)
 
 

@@ -170,10 +170,7 @@ async def _run(command: str, translation: Translation, tree: Mapping[str, Mappin
         arguments = [str(file)]
     status = await _execute([*_launcher(tree["target"]), command, *arguments], _environment(tree))
     if status:
-        raise LaunchError(
-            f"`ludic {command}` ended with status {status} (its output says why); call this again to go on, or use "
-            f"`ludic {command} --resume {run}`"
-        )
+        raise LaunchError(f"`ludic {command}` ended with status {status}; go on with `ludic {command} --resume {run}`")
     return run
 
 
@@ -189,10 +186,7 @@ def _check_same(run: Path, file: Path, translation: Translation) -> None:
         if not Path(path).is_file() or Path(path).read_bytes() != b"".join(encode_lines(map(dict, rows))):
             changed.append(f"the rows of {path}")
     if changed:
-        raise ConfigError(
-            f"{run} has begun with other settings: {', '.join(changed)}; put them back to go on, or choose another output_dir or "
-            "output.experiment_name for a new run"
-        )
+        raise ConfigError(f"{run} began with other settings: {', '.join(changed)}; put them back, or choose another output_dir")
 
 
 def _list_values(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -425,10 +419,7 @@ def make_sft_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     messages = messages_of_row(row, where)
     if messages is not None:
         return {"messages": messages}
-    raise DataError(
-        f"{where} has the keys {', '.join(row)}; a row has messages, conversations, prompt and completion, instruction and output, or "
-        "question and answer"
-    )
+    raise DataError(f"{where} has the keys {', '.join(row)}; it needs messages, conversations, or prompt and completion")
 
 
 def make_rl_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -129,9 +129,7 @@ class PPOLoss(Loss):
         low = self.clip_range if self.clip_low is None else self.clip_low
         high = self.clip_range if self.clip_high is None else self.clip_high
         if self.dual_clip is not None and self.dual_clip < 1 + high:
-            raise ConfigError(
-                f"dual_clip ({self.dual_clip}) must be at least 1 + clip_high ({1 + high}), or it would undo that side"
-            )
+            raise ConfigError(f"dual_clip ({self.dual_clip}) must be at least 1 + clip_high ({1 + high})")
         self.reads_entropy = self.entropy_coef != 0
         self.zero_weight_is_zero_gradient = self.kl_coef == 0 and self.entropy_coef == 0
         self._normalizer: Normalizer = "tokens" if self.aggregation == "token" else "samples"
@@ -142,10 +140,7 @@ class PPOLoss(Loss):
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         per_row = "actor_logps" not in shared.batch and "old_logp_action" in shared.batch
         if not per_row and "actor_logps" not in shared.batch:
-            raise DataError(
-                "ppo_loss needs the log-probabilities of the tokens under the policy that sampled them: Sample.rollout_log_probs of every "
-                "sample, or the column old_log_probs of a batch, which forward_logprobs of the backend computes before the first step"
-            )
+            raise DataError("ppo_loss needs Sample.rollout_log_probs, or the column old_log_probs of backend.forward_logprobs")
         if per_row and "token_weight" in shared.batch:
             raise DataError("old_log_probs [B] have one ratio per row, so the advantages must be [B] too, not [B, T]")
         normalizer: Normalizer = "samples" if per_row else self._normalizer
@@ -156,9 +151,7 @@ class PPOLoss(Loss):
 
         if self.kl_coef:
             if "ref_log_probs" not in shared.batch:
-                raise DataError(
-                    "kl_coef needs ref_log_probs [B, T], the log-probabilities of the tokens under the reference policy"
-                )
+                raise DataError("kl_coef needs ref_log_probs [B, T], log-probabilities under the reference policy")
             log_ratio = shared.token_logp - shared.read_logps("ref_log_probs")
             kl = aggregate(estimate_kl(mask_values(log_ratio, shared.token_mask), "k3"))
             loss, stats["ref_kl"] = loss + self.kl_coef * kl, kl.detach()

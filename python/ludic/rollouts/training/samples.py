@@ -40,10 +40,7 @@ def check_sample(sample: Sample, place: int = 0) -> None:
         if not is_list_of(values, int, float):
             raise DataError(f"the {name} of {where} must be a list of numbers; arrays and tensors become one with .tolist()")
     if len(tokens) != len(mask):
-        raise DataError(
-            f"{where} has {len(tokens)} tokens and a loss_mask of {len(mask)}; both cover the prompt and then the response: "
-            "tokens=prompt_ids + response_ids, loss_mask=[0] * len(prompt_ids) + [1] * len(response_ids)"
-        )
+        raise DataError(f"{where} has {len(tokens)} tokens and a loss_mask of {len(mask)}; both must cover prompt and response")
     wrong = next((value for value in set(mask) if not 0 <= value <= LARGEST_MASK), None)
     if wrong is not None:
         raise DataError(f"the loss_mask of {where} has the value {wrong}; 0 is no loss on a token, 1 is loss, 0.5 is half of it")
@@ -60,11 +57,8 @@ def check_sampled_logps(samples: Sequence[Sample], loss: str) -> None:
     name of what needs them."""
     missing = [name_sample(sample, place) for place, sample in enumerate(samples) if sample.rollout_log_probs is None]
     if missing:
-        raise DataError(
-            f"{len(missing)} of {len(samples)} samples ({shorten_names(missing, limit=3)}) have no rollout_log_probs, and {loss} compares "
-            "with the policy that sampled them; have generate_fn set Sample.rollout_log_probs, one for each token (0 where loss_mask is "
-            "0), as the server returns them, or train with grpo_loss, which needs none"
-        )
+        which = f"{len(missing)} of {len(samples)} samples ({shorten_names(missing, limit=3)})"
+        raise DataError(f"{which} have no rollout_log_probs for {loss}; set one for each token in generate_fn, or use grpo_loss")
 
 
 def name_sample(sample: Sample, place: int) -> str:
@@ -189,16 +183,10 @@ def sample_of_rollout(rollout: Rollout) -> Sample:
     for step in rollout.steps:
         trace = step.trace
         if trace is None:
-            raise DataError(
-                f"step {step.index} of rollout {rollout.id} has no token trace; sample with ReturnSpec.for_rl() so that the server "
-                "returns token ids"
-            )
+            raise DataError(f"step {step.index} of rollout {rollout.id} has no token trace; sample with ReturnSpec.for_rl()")
         prompt, said = trace.prompt_token_ids, trace.completion_token_ids
         if prompt[: len(tokens)] != tokens:
-            raise DataError(
-                f"the prompt of step {step.index} of rollout {rollout.id} does not go on with the tokens of the steps before, so they "
-                "are no one sample; train its steps as single samples (`RolloutEngine`), or keep the whole dialogue in the context"
-            )
+            raise DataError(f"step {step.index} of rollout {rollout.id} must extend the steps before; keep all turns in context")
         shown = len(prompt) - len(tokens)
         tokens, mask = [*prompt, *said], [*mask, *[0.0] * shown, *[1.0] * len(said)]
         of_step = trace.completion_logprobs

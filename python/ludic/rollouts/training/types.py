@@ -183,9 +183,7 @@ class _Config:
             if name in cls._FUNCTIONS:
                 raise ConfigError(f"{cls.__name__}: {name} is a function; give it as the argument {name}= of from_dict")
             if name not in known:
-                raise ConfigError(
-                    f"{cls.__name__} has no setting {name!r}{did_you_mean(name, known, 'it has ' + ', '.join(known))}"
-                )
+                raise ConfigError(f"{cls.__name__} has no {name!r}{did_you_mean(name, known, 'it has ' + ', '.join(known))}")
         return cls(**data, **functions)
 
 
@@ -319,10 +317,7 @@ class RolloutConfig(_Config):
             if function is not None and not callable(function):
                 raise ConfigTypeError(f"{name} must be a function, not {type(function).__name__}; pass it without calling it")
         if self.filter_fn in COMPARING and self.n_samples_per_prompt == 1:
-            raise ConfigError(
-                f"filter_fn ({name_of_filter(self.filter_fn)}) compares the samples of one prompt, and would refuse every prompt with "
-                "n_samples_per_prompt (1); set n_samples_per_prompt to at least 2"
-            )
+            raise ConfigError(f"filter_fn ({name_of_filter(self.filter_fn)}) needs n_samples_per_prompt (1) to be at least 2")
 
     @classmethod
     def from_dict(

@@ -63,9 +63,7 @@ class ColumnRows:
         mask = read_loss_mask(batch, ids).float()
         if not bool((mask.isfinite() & (mask >= 0)).all()):
             row, token = (int(index) for index in (~(mask.isfinite() & (mask >= 0))).nonzero()[0])
-            raise DataError(
-                f"loss_mask[{row}, {token}] is {float(mask[row, token])}; 0 is no loss on a token, 1 is loss, 0.5 is half of it"
-            )
+            raise DataError(f"loss_mask[{row}, {token}] ({float(mask[row, token])}) must be a finite number of at least 0")
         per_token = None if old is None or old.ndim == 1 else _check_tokens("old_log_probs", old, ids)
         table = _core.SampleTable.from_columns(
             ids.reshape(-1)[places].numpy(),
@@ -172,10 +170,7 @@ def read_loss_mask(batch: Mapping[str, Any], ids: Tensor) -> Tensor:
     differs = (labels != ids) & (labels != IGNORED) & (result != 0)
     if bool(differs.any()):
         row, token = (int(index) for index in differs.nonzero()[0])
-        raise DataError(
-            f"labels[{row}, {token}] is {int(labels[row, token])} and input_ids[{row}, {token}] {int(ids[row, token])}; labels are the "
-            f"token ids, or {IGNORED} where nothing is trained: do not shift them, the loss does that"
-        )
+        raise DataError(f"labels[{row}, {token}] is {labels[row, token]}; it must be {IGNORED} or {ids[row, token]}, not shifted")
     return result.masked_fill(labels == IGNORED, 0)
 
 
@@ -184,10 +179,7 @@ def _find_rows(batch: Mapping[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
     if "cu_seqlens" in batch:
         bounds = _require(batch, "cu_seqlens").cpu().long()
         if ids.shape[0] != 1 or bounds[0] != 0 or bounds[-1] != ids.shape[1] or bool((bounds.diff() < 1).any()):
-            raise DataError(
-                f"cu_seqlens {bounds.tolist()[:8]} must rise from 0 to the number of packed tokens, and input_ids {tuple(ids.shape)} "
-                "must be [1, S]"
-            )
+            raise DataError(f"cu_seqlens {bounds.tolist()[:8]} must rise from 0 to S, and input_ids {list(ids.shape)} be [1, S]")
         return torch.arange(ids.shape[1]), bounds[1:]
     attention = _optional(batch, "attention_mask")
     present = torch.ones_like(ids) if attention is None else _check_tokens("attention_mask", attention, ids)
@@ -282,8 +274,7 @@ class FunctionLoss(Loss):
         ]
         if unknown or any(each.kind is each.POSITIONAL_ONLY for each in parameters):
             raise ConfigError(
-                f"the loss function {_name(function)} has the parameters {', '.join(each.name for each in parameters)}; each must have "
-                f"a default or be one of {', '.join(known)}, which are passed by name"
+                f"parameters of {_name(function)} ({', '.join(map(str, parameters))}) need defaults or names of {', '.join(known)}"
             )
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
@@ -292,9 +283,7 @@ class FunctionLoss(Loss):
         arguments = {"logits": logits, "batch": named, **columns}
         missing = [name for name in self.required if arguments[name] is None]
         if missing:
-            raise DataError(
-                f"the loss function {_name(self.function)} needs {', '.join(missing)}, which this batch does not have"
-            )
+            raise DataError(f"the loss function {_name(self.function)} needs {', '.join(missing)}; this batch has none")
         result = self.function(**{name: arguments[name] for name in self._takes if arguments[name] is not None})
         loss, stats = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:

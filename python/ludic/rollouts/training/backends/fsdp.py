@@ -112,10 +112,7 @@ class FSDPTrainingBackend(PyTorchTrainingBackend):
 
 def _check_group(rank: int | None, world_size: int | None) -> None:
     if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(
-            "FSDPTrainingBackend needs a process group: start one process for each GPU with torchrun, and call "
-            'torch.distributed.init_process_group("nccl") (or ludic.training.ranks.start()) first'
-        )
+        raise ConfigError("FSDPTrainingBackend needs a process group; start with torchrun, and call ludic.training.ranks.start()")
     for name, given, own in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
         if given is not None and given != own:
             raise ConfigError(f"{name} ({given}) differs from the process group's ({own}); leave it out")

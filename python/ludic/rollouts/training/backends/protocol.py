@@ -66,9 +66,7 @@ class ForeignBackend:
     def __init__(self, backend: Any) -> None:
         missing = [name for name in METHODS if not callable(getattr(backend, name, None))]
         if missing:
-            raise ConfigTypeError(
-                f"backend ({type(backend).__name__}) has no {', '.join(missing)}; a training backend has {', '.join(METHODS)}"
-            )
+            raise ConfigTypeError(f"backend {type(backend).__name__} has no {', '.join(missing)}; it needs {', '.join(METHODS)}")
         self.backend = backend
         self.last_step: dict[str, float] = {}
         """What the last `optim_step` returned."""
@@ -89,9 +87,7 @@ class ForeignBackend:
             tensors = {COLUMNS.get(name, name): value for name, value in micro_batch.tensors.items() if name != "old_logp_action"}
             metrics = await self._ask("forward_backward", {**tensors, "labels": tensors["input_ids"].clone()})
             if "loss" not in metrics:
-                raise ConfigError(
-                    f"forward_backward of the backend returned {', '.join(metrics) or 'nothing'}; it must return loss"
-                )
+                raise ConfigError(f"forward_backward returned {', '.join(metrics) or 'nothing'}; it must return loss")
             self._metrics = metrics
             self._grad_norm = float(metrics.get("grad_norm", float("nan")))
             result.loss = result.loss + float(metrics["loss"])
@@ -118,9 +114,7 @@ class ForeignBackend:
     async def _ask(self, method: str, *arguments: Any) -> dict[str, float]:
         answer = await self._call(method, *arguments)
         if not isinstance(answer, Mapping):
-            raise ConfigTypeError(
-                f"{method} of the backend returned {type(answer).__name__}; it must be a mapping, or a future of one"
-            )
+            raise ConfigTypeError(f"{method} returned {type(answer).__name__}; it must return a mapping, or a future of one")
         return {name: float(value) for name, value in answer.items()}
 
     async def _call(self, method: str, *arguments: Any) -> Any:

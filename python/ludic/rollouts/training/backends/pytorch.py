@@ -95,9 +95,7 @@ class PyTorchTrainingBackend(TorchBackend):
         loss = as_training_loss(loss_fn)
         device = torch.device(next(model.parameters()).device if device is None else device)
         if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-            raise ConfigError(
-                f"device ({device}) must be one of the {count} CUDA devices that this process sees; check gpu_ranks"
-            )
+            raise ConfigError(f"device ({device}) must be one of the {count} visible CUDA devices; check gpu_ranks")
         cfg = _make_config(model, loss, device, max_grad_norm, max_seq_len, micro_token_budget, tokenizer)
         algo = RLAlgorithm(name=loss_name(loss), credit_assigner=ConstantCredit(1.0), loss=loss)
         worker = SerialWorker() if in_thread else None
@@ -338,10 +336,7 @@ def _make_config(
     length = max_seq_len or (LONGEST if limit is None else int(limit))
     whole = isinstance(loss, FunctionLoss)
     if budget is not None and whole:
-        raise ConfigError(
-            f"micro_token_budget ({budget}) splits batches, and the loss function {loss_name(loss)} must see them whole; leave it out, "
-            "or pass a Loss, grpo_loss, ppo_loss or sft_loss"
-        )
+        raise ConfigError(f"micro_token_budget ({budget}) splits batches, which {loss_name(loss)} needs whole; leave it out")
     default = WITHOUT_LIMIT if whole else max(length, TrainerConfig.micro_token_budget)
     return TrainerConfig(
         model_device=str(device),
@@ -377,7 +372,4 @@ def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_pickles(folder: Path) -> None:
     pickles = [name for name in PICKLED if (folder / name).exists()]
     if pickles and not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder} has {', '.join(pickles)}, which is a pickle and could run any code when it is read. Convert it once, where it was "
-            "made: load it there and call model.save_pretrained(folder), which writes safetensors; the optimizer then starts anew"
-        )
+        raise CheckpointError(f"{folder} has a pickle ({', '.join(pickles)}); save it as safetensors with model.save_pretrained")

@@ -69,9 +69,7 @@ class DataBuffer:
         end = self._end()
         n = n if end is None else min(n, end - self.position)
         if n <= 0:
-            raise RequestsExhausted(
-                f"all {self.epochs} epochs of {len(self)} prompts were taken; epochs=None goes on without end"
-            )
+            raise RequestsExhausted(f"all {self.epochs} epochs of {len(self)} prompts were taken; set epochs=None to go on")
         return [self.prompts[row] for row in self._passes.take(n)]
 
     def at(self, position: int) -> Any:
@@ -137,28 +135,21 @@ class DataBuffer:
     def _check_same(self, state: Mapping[str, Any], saved: int, changed: Changed) -> None:
         """Raise ConfigError, naming what differs, unless this is the data of the state."""
         if state.get("seed", self.seed) != self.seed:
-            raise ConfigError(
-                f"the saved position belongs to seed {state['seed']}, here it is {self.seed}: the prompts would come in another order; "
-                f"give seed={state['seed']}, or begin a new run"
-            )
+            raise ConfigError(f"seed ({self.seed}) must be {state['seed']}, as saved; give that seed, or begin a new run")
         if saved != len(self) and not (changed == "grow" and saved < len(self)):
             remedy = "load_state(state, changed='grow') goes on with added prompts" if saved < len(self) else "put them back"
             raise ConfigError(f"the saved position belongs to num_prompts={saved}, here are {len(self)} prompts; {remedy}")
-        if state.get("digest", self._digest(saved)) != self._digest(saved):
+        digest = self._digest(saved)
+        if state.get("digest", digest) != digest:
             which = "the prompts" if saved == len(self) else f"the first {saved} prompts"
-            raise ConfigError(
-                f"{which} differ from the saved position's (digest {state['digest']}, now {self._digest(saved)}); put the data "
-                "back as it was, or begin a new run"
-            )
+            raise ConfigError(f"{which} differ (digest {state['digest']}, now {digest}); put the data back, or begin a new run")
 
     @staticmethod
     def _seek(passes: Passes, epoch_id: int, sample_offset: int) -> None:
         """Set the position. Example: epoch 2, offset 1 of 3 prompts is 7."""
         if epoch_id < 0 or not 0 <= sample_offset < passes.length_of(epoch_id):
-            raise ConfigError(
-                f"epoch_id ({epoch_id}) must be at least 0, and sample_offset ({sample_offset}) at least 0 and below the number of "
-                f"prompts ({passes.length_of(max(epoch_id, 0))})"
-            )
+            length = passes.length_of(max(epoch_id, 0))
+            raise ConfigError(f"epoch_id ({epoch_id}) must be >= 0, and sample_offset ({sample_offset}) from 0 to {length - 1}")
         passes.position = passes.start_of(epoch_id) + sample_offset
 
     def _digest(self, count: int) -> str:

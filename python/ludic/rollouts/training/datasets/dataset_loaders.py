@@ -99,15 +99,9 @@ def _tokenize_messages(
     elif [message.get("role") for message in messages] == ["user", "assistant"]:
         tokens = tokenize_prompt_completion(tokenizer, messages[0]["content"], messages[1]["content"], where)
     else:
-        raise ConfigError(
-            f"{where} is a conversation, and the tokenizer has no chat template; set tokenizer.chat_template, or give rows of one "
-            "prompt and one answer"
-        )
+        raise ConfigError(f"{where} is a conversation, and the tokenizer has no chat template; set tokenizer.chat_template")
     if len(tokens.input_ids) > max_length:
-        raise RowError(
-            f"{where} has {len(tokens.input_ids)} tokens, more than max_length ({max_length}); raise max_length, or leave it out",
-            reason="prompt_too_long",
-        )
+        raise RowError(f"{where} has {len(tokens.input_ids)} tokens; raise max_length ({max_length})", reason="prompt_too_long")
     return tokens
 
 

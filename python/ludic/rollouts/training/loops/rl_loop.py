@@ -168,8 +168,7 @@ def prepare_grpo_batch(batch: RolloutBatch, rewards: Sequence[float], config: RL
     them."""
     if not len(batch.tokens) == len(batch.loss_masks) == len(rewards) > 0:
         raise DataError(
-            f"the batch has {len(batch.tokens)} rows, {len(batch.loss_masks)} masks and {len(rewards)} rewards; there must be one of "
-            "each for every row"
+            f"rows ({len(batch.tokens)}), masks ({len(batch.loss_masks)}) and rewards ({len(rewards)}) must be equally many, not 0"
         )
     samples = batch.samples or [
         Sample("", tokens=row, loss_mask=mask) for row, mask in zip(batch.tokens, batch.loss_masks, strict=True)

@@ -130,10 +130,7 @@ FOREIGN_SETTINGS: dict[str, Any] = {
 def find_checkpoint(checkpointer: CheckpointManager | None) -> str | None:
     """The newest undamaged checkpoint; None, with a warning, if there is none to resume."""
     if checkpointer is None:
-        raise ConfigError(
-            "resume=True needs a PyTorchTrainingBackend, whose checkpoints hold the state of the run; load your backend's own checkpoint "
-            "before the call, and leave resume out"
-        )
+        raise ConfigError("resume=True needs a PyTorchTrainingBackend; with another one, load its checkpoint before the call")
     if not checkpointer.has_any():
         logger.warning("%s has no checkpoint to resume; the run begins at step 0", checkpointer.root)
         return None
@@ -309,9 +306,7 @@ class EnginePublisher(Publisher):
             if answer["success"]:
                 logger.warning("an engine came back with other weights, and has version %s again", answer["version"])
             else:
-                logger.warning(
-                    "an engine lacks the weights of the last sync: %s; it is asked before the next batch", answer["error"]
-                )
+                logger.warning("an engine lacks the weights of the last sync: %s", answer["error"])
 
     async def _write(self, step: int) -> Path:
         if isinstance(self._backend, ForeignBackend):

@@ -276,9 +276,7 @@ def _require_asyncio() -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError as error:
-        raise RolloutError(
-            "AsyncRolloutManager needs a running event loop of asyncio, and does not run on trio; start it with asyncio.run(main())"
-        ) from error
+        raise RolloutError("AsyncRolloutManager needs a running loop of asyncio; start it with asyncio.run(main())") from error
 
 
 async def generate_rollout_batch(

@@ -61,10 +61,7 @@ def _generate_batches(data_buffer: Any, config: RolloutConfig, calls: GenerateCa
         empty = 0 if samples else empty + 1
         if empty >= config.patience:
             name = "no filter" if config.filter_fn is None else name_of_filter(config.filter_fn)
-            raise RolloutError(
-                f"{name} refused all groups of {empty} batches in a row; relax the filter, use prompts of other "
-                "difficulty, or raise patience"
-            )
+            raise RolloutError(f"{name} refused all groups of {empty} batches in a row; relax the filter, or raise patience")
         if samples:
             yield convert_to_batch(samples, epoch_id=epoch, step_id=step)
             step += 1
@@ -104,20 +101,14 @@ def is_accepted(group: list[Sample], config: RolloutConfig) -> bool:
     if inspect.isawaitable(answer):
         if inspect.iscoroutine(answer):
             answer.close()
-        raise ConfigTypeError(
-            f"{name_of_filter(config.filter_fn)} is a coroutine function; a filter is a plain function of the samples of one prompt, "
-            "since it must judge a group without waiting. Slow judgements belong in reward_fn"
-        )
+        raise ConfigTypeError(f"{name_of_filter(config.filter_fn)} is a coroutine function; a filter must be a plain function")
     return bool(answer)
 
 
 def _refuse_coroutine(function: Any, answer: Any = None) -> None:
     if inspect.iscoroutine(answer):
         answer.close()
-    raise ConfigTypeError(
-        f"{name_of_function(function)} is a coroutine function, which generate_rollout_batches cannot await; use AsyncRolloutManager, or "
-        "a plain function"
-    )
+    raise ConfigTypeError(f"{name_of_function(function)} is a coroutine function; use AsyncRolloutManager, or a plain function")
 
 
 def convert_to_batch(samples: Sequence[Sample], epoch_id: int = 0, step_id: int = 0) -> RolloutBatch:
@@ -183,10 +174,8 @@ class GenerateCalls:
             if signature is not None:
                 signature.bind([], **self._rollout_kwargs, **dict.fromkeys(self._takes))
         except TypeError as error:
-            raise ConfigTypeError(
-                f"{self.name}{signature} cannot be called as generate_fn(prompts{''.join(f', {name}=' for name in self._rollout_kwargs)}): "
-                f"{error}; it takes a list of prompts and the rollout_kwargs"
-            ) from error
+            arguments = "".join(f", {name}=" for name in self._rollout_kwargs)
+            raise ConfigTypeError(f"{self.name}{signature} must take a list of prompts{arguments}: {error}") from error
 
     def __call__(self, prompts: Sequence[Any], *, seeds: Sequence[int], partial: Any = None, weight_version: int = 0) -> Any:
         """The result of the function, not awaited."""
@@ -201,10 +190,7 @@ class GenerateCalls:
         if strange is not None:
             raise DataError(f"{self.name} returned a list with {_describe(strange)}; every element must be a Sample")
         if len(samples) != len(prompts):
-            raise DataError(
-                f"{self.name} returned {len(samples)} samples for {len(prompts)} prompts; it must return one Sample for each prompt it "
-                "is given (n_samples_per_prompt calls it with the same prompt several times)"
-            )
+            raise DataError(f"{self.name} returned {len(samples)} samples for {len(prompts)} prompts; return one for each")
         return list(samples)
 
 
@@ -228,9 +214,7 @@ def to_reward(value: Any, name: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name} returned {_describe(value)}; a reward function is called with one Sample and returns its reward, a number"
-        ) from error
+        raise ConfigError(f"{name} returned {_describe(value)}; a reward function must return a number") from error
 
 
 def _describe(value: Any) -> str:
@@ -245,10 +229,7 @@ class BufferedPrompts:
     def __init__(self, data_buffer: Any) -> None:
         missing = [name for name in ("get_prompts", "save_state", "load_state") if not hasattr(data_buffer, name)]
         if missing:
-            raise ConfigTypeError(
-                f"a {type(data_buffer).__name__} has no {' and no '.join(missing)}; give a DataBuffer(prompts=[...]), or an object "
-                "with get_prompts(n), save_state() and load_state(state)"
-            )
+            raise ConfigTypeError(f"data_buffer ({type(data_buffer).__name__}) must have {' and '.join(missing)}; use DataBuffer")
         self.buffer = data_buffer
         self.can_find = hasattr(data_buffer, "at") and hasattr(data_buffer, "position")
         """Whether `at` works."""
@@ -277,8 +258,7 @@ class BufferedPrompts:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{type(self.buffer).__name__}.load_state cannot read the saved buffer_state ({describe_error(error)}); take an older "
-                "checkpoint, or give the buffer that was saved"
+                f"{type(self.buffer).__name__} cannot load buffer_state ({describe_error(error)}); give the buffer that saved it"
             ) from error
 
 

@@ -48,8 +48,7 @@ class SampleCodec(MemberCodec):
         samples = [_decode_sample(data) for data in value]
         if len(samples) != (self._samples_per_member or 1):
             raise ConfigError(
-                f"the saved groups have {len(samples)} samples, here they have {self._samples_per_member or 1}, and a group is never "
-                "split; set the old n_samples_per_prompt, or begin a new run"
+                f"saved groups have {len(samples)} samples, not {self._samples_per_member or 1}; set n_samples_per_prompt back"
             )
         return samples[0] if self._samples_per_member is None else samples
 
@@ -60,10 +59,7 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
         data = sample.to_dict(packed=True)
         json.dumps({name: value for name, value in data.items() if name not in COLUMNS})
     except Exception as error:  # of the user's own objects too, which are copied
-        raise DataError(
-            f"sample {sample.index} holds in its prompt, reward or metadata what JSON has no form for: {error}; keep numbers, texts, "
-            "lists and mappings there"
-        ) from error
+        raise DataError(f"the prompt, reward and metadata of sample {sample.index} must be JSON values: {error}") from error
     return data
 
 
@@ -108,8 +104,7 @@ def join_state(partial: Any, ledger: Any, samples_per_group: int) -> dict[str, A
         check_number("an ordinal of arrivals", ordinal)
     if len(partial) != len(arrivals) * samples_per_group:
         raise ConfigError(
-            f"the state has {len(partial)} samples of {len(arrivals)} complete groups, which are not {samples_per_group} each; set the "
-            "old n_samples_per_prompt, or begin a new run"
+            f"n_samples_per_prompt ({samples_per_group}) must be as saved: {len(partial)} samples in {len(arrivals)} groups"
         )
     number = check_number("members_per_group", number, least=1, most=samples_per_group)
     members = {}
