@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Protocol, TypeVar
 
 from ludic.errors import ConfigError, GradingError
+from ludic.event_loop import describe_error
 
 T = TypeVar("T")
 
@@ -81,9 +82,7 @@ class LineProcess:
             code = self.end()
             if isinstance(error, TimeoutError):
                 raise
-            raise GradingError(
-                f"{self._name}'s process failed (exit status {code}): {type(error).__name__}: {error}{self._last_words}"
-            ) from error
+            raise GradingError(f"{self._name} failed (exit status {code}): {describe_error(error)}{self._last_words}") from error
         except BaseException:
             self.end()
             raise
@@ -147,9 +146,7 @@ class LineProcess:
             self.greeting = self._read_line(process, time.monotonic() + self._start_timeout_s, self._start_timeout_s)
         except TimeoutError as error:
             self.end()
-            raise GradingError(
-                f"{self._name}'s process was not ready within {self._start_timeout_s} s{self._last_words}"
-            ) from error
+            raise GradingError(f"{self._name} was not ready within {self._start_timeout_s} s{self._last_words}") from error
         return process
 
     def _write(self, process: Running, line: bytes, deadline: float, timeout_s: float) -> None:

@@ -344,9 +344,7 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         """Play the move of the active agent. Raises RolloutError for actions of others, and
         outside a game."""
         if actions.keys() != set(self.active_agents):
-            raise RolloutError(
-                f"step() got actions of {sorted(actions)}; it is the turn of {self.active_agents or 'nobody'}, and reset() starts a game"
-            )
+            raise RolloutError(f"actions of {sorted(actions)}; it is the turn of {self.active_agents or 'nobody: call reset()'}")
         mover, cell = to_move(self.board), read_cell(actions[to_move(self.board)])
         other = MARKS[1 - MARKS.index(mover)]
         if cell is None or cell not in legal_moves(self.board):

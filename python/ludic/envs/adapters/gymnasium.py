@@ -165,18 +165,13 @@ def action_reader(space: Any, names: Sequence[str] | None) -> tuple[ReadAction, 
             return text
 
         return read, legal
-    raise ConfigError(
-        f"actions of a {kind} space cannot be read from text; give `read_action`, a function from text to an action, or take an "
-        "environment whose action space is Discrete, MultiDiscrete, MultiBinary or Text"
-    )
+    raise ConfigError(f"actions of a {kind} space cannot be read from text; give `read_action`, a function from text to actions")
 
 
 def _named(space: Any, kind: str, names: Sequence[str]) -> tuple[ReadAction, str]:
     if kind != "Discrete" or len(names) != space.n:
         size = f" of {space.n} actions" if kind == "Discrete" else ""
-        raise ConfigError(
-            f"action_names has {len(names)} names for a {kind} space{size}; it names each action of a Discrete space, in order"
-        )
+        raise ConfigError(f"action_names has {len(names)} names for a {kind} space{size}; it names each action of a Discrete one")
     of_name = {name.casefold(): index + int(space.start) for index, name in enumerate(names)}
     if len(of_name) != len(names):
         raise ConfigError(f"action_names ({list(names)}) must differ from each other, whatever the case")

@@ -54,9 +54,7 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         self._opponents = dict(opponents or {})
         self._agents = [player for player in range(num_players) if player not in self._opponents]
         if not self._agents or any(player not in range(num_players) for player in self._opponents):
-            raise ConfigError(
-                f"opponents ({sorted(self._opponents)}) must be players among 0 to {num_players - 1} and leave one to be an agent"
-            )
+            raise ConfigError(f"opponents ({sorted(self._opponents)}) must be among 0 to {num_players - 1}, and not all of them")
         self._episode = Episode(f"TextArenaEnv({game if isinstance(game, str) else 'custom game'})")
         self._seed = 0
         self._randomness = self._opponents_randomness = IsolatedRandomness(0)
@@ -209,9 +207,7 @@ def _maker(game: str | Callable[[], Any], settings: Mapping[str, Any]) -> Callab
     textarena = import_extra("textarena", "textarena")
     if not isinstance(game, str):
         if settings:
-            raise ConfigError(
-                f"settings of the game ({sorted(settings)}) need the id of a game; set them in the function that makes the game"
-            )
+            raise ConfigError(f"settings ({sorted(settings)}) need the id of a game; set them in the function that makes one")
         return game
     registry = import_extra("textarena.envs.registration", "textarena").ENV_REGISTRY
     if game not in registry:

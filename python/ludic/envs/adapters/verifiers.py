@@ -164,9 +164,7 @@ class _Caller:
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         if self._answer is not None and not self._answer.done():
-            raise InferenceError(
-                "the harness sent a second request before the first was answered; play the task with VerifiersProtocol"
-            )
+            raise InferenceError("the harness sent a request before the last was answered; play the task with VerifiersProtocol")
         self._answer = asyncio.get_running_loop().create_future()
         self.requests.put_nowait(request)
         return ChatResponse(text=await self._answer, finish_reason="stop"), {}
@@ -233,9 +231,7 @@ class VerifiersClient:
 
     def _request(self, dialect: Any, body: dict[str, Any]) -> ChatCompletionRequest:
         if "messages" not in body or type(dialect).__name__ != "ChatDialect":
-            raise InferenceError(
-                f"the harness uses {type(dialect).__name__}; only chat completions keep their tokens: use a harness that requests those"
-            )
+            raise InferenceError(f"the harness uses {type(dialect).__name__}; use a harness that requests chat completions")
         tools = body.get("tools")
         seed = self._seed_of(self._calls)
         self._calls += 1

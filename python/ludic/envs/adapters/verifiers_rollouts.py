@@ -93,9 +93,7 @@ def _path(nodes: Sequence[Record], number: int) -> list[int]:
     path = [number]
     while (parent := nodes[path[-1]]["parent"]) is not None:
         if not 0 <= parent < path[-1]:
-            raise DataError(
-                f"node {path[-1]} of a trace names node {parent} as its parent; the parent of a node must be an earlier one"
-            )
+            raise DataError(f"the parent of node {path[-1]} of a trace ({parent}) must be an earlier node")
         path.append(parent)
     return path[::-1]
 
@@ -140,9 +138,7 @@ def _tokens(nodes: Sequence[Record], number: int, finish_reason: str | None, whe
     before = [token for parent in _path(nodes, number)[:-1] for token in nodes[parent]["token_ids"]]
     logps = list(node["logprobs"])
     if logps and len(logps) != num_sampled:
-        raise DataError(
-            f"{where} has {len(logps)} log-probabilities for {num_sampled} sampled tokens; there must be one for each"
-        )
+        raise DataError(f"{where} has {len(logps)} log-probabilities for {num_sampled} sampled tokens; it must have one for each")
     return TokenTrace(
         prompt_token_ids=before + ids[:prefix],
         completion_token_ids=ids[prefix:],

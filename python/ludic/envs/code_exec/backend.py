@@ -91,8 +91,7 @@ def detect_available_backend() -> SandboxBackend:
             return backend
     choices = "; ".join(f"{backend}: {REQUIRES[backend]}" for backend in _order())
     raise NoSandboxError(
-        f"No sandbox backend available. Programs need one of: {choices}.{_in_a_checkout()} Trusted programs run without one with "
-        f"backend={SandboxBackend.UNSAFE_SUBPROCESS.value!r}"
+        f"No sandbox backend; install one of {choices}.{_in_a_checkout()} Trusted programs run with backend='unsafe_subprocess'"
     )
 
 
@@ -103,9 +102,7 @@ def parse_backend(name: str) -> SandboxBackend:
     except ValueError:
         raise ConfigError(f"Unknown backend {name!r}; it must be one of {', '.join(SandboxBackend)}") from None
     if backend in _UNSUPPORTED:
-        raise UnsupportedBackendError(
-            f"{backend.capitalize()} backend is {_UNSUPPORTED[backend]}; bubblewrap needs neither root nor a daemon"
-        )
+        raise UnsupportedBackendError(f"{backend.capitalize()} backend is {_UNSUPPORTED[backend]}; use bubblewrap")
     return backend
 
 
@@ -246,9 +243,7 @@ class UnsafeSubprocessPool(BaseSandboxPool):
     ) -> None:
         super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
         self._python_version = python_version or OWN_VERSION
-        warnings.warn(
-            "unsafe_subprocess runs programs without a sandbox: they can do all that this user can", RuntimeWarning, stacklevel=2
-        )
+        warnings.warn("unsafe_subprocess runs programs without a sandbox, with this user's rights", RuntimeWarning, stacklevel=2)
 
     @property
     def python_version(self) -> str:

@@ -76,10 +76,7 @@ class BubblewrapProcess(LineProcess):
         python = find_python(config.python_version, others=self._as_nobody)
         unreadable = [str(path) for path in (python, Path(program)) if not _can_be_read_by_others(path)]
         if self._as_nobody and unreadable:
-            raise ConfigError(
-                f"programs run as a user without rights, who cannot read {' and '.join(unreadable)}: install it where every "
-                "user can (`apt install python3 bubblewrap`), or do not run as root"
-            )
+            raise ConfigError(f"{' and '.join(unreadable)} must be readable by all users; install with apt or do not run as root")
         super().__init__(
             [program, *sandbox_arguments(python)], start_timeout_s=30.0, name="the sandbox", longest_reply=LONGEST_REPLY
         )
@@ -160,10 +157,7 @@ def find_python(version: str | None, *, others: bool = False) -> Path:
         names.append(Path(found))
     paths = [path.resolve() for path in names if path.exists()]
     if not paths:
-        raise ConfigError(
-            f"there is no python{wanted} for the sandboxes; install it, or choose the version of one that is installed "
-            f"(None: {OWN_VERSION}, this interpreter's)"
-        )
+        raise ConfigError(f"there is no python{wanted}; install it, or choose None (this interpreter's, {OWN_VERSION})")
     readable = [path for path in paths if _can_be_read_by_others(path)]
     return readable[0] if others and readable else paths[0]
 

@@ -337,13 +337,8 @@ def connect(*, timeout_s: int = 60) -> Any:
                 trial.connect(path)
         client = docker.from_env(timeout=timeout_s)
     except (OSError, docker.errors.DockerException) as error:
-        raise NoSandboxError(
-            f"no Docker daemon answers at {address} ({error}); start one that this user may reach, or set DOCKER_HOST"
-        ) from error
+        raise NoSandboxError(f"no Docker daemon answers at {address} ({error}); start one, or set DOCKER_HOST") from error
     if not client.api.base_url.startswith(("http://", "http+docker://localhost")):
         client.close()
-        raise ConfigError(
-            f"containers can be attached to over a Unix socket or plain TCP, not at {address}; forward the daemon's socket, "
-            "for example with `ssh -L`, and set DOCKER_HOST to it"
-        )
+        raise ConfigError(f"DOCKER_HOST ({address}) must be a Unix socket or plain TCP; forward the socket with `ssh -L`")
     return client

@@ -253,9 +253,7 @@ class PodmanHPCSandboxPool(ContainerPool):
         if run_podman([podman, "image", "exists", self._image], timeout_s=END_S).returncode != 0:
             result = run_podman([podman, "pull", "--quiet", self._image], timeout_s=PULL_S)
             if result.returncode != 0:
-                raise PodmanError(
-                    f"the image {self._image!r} is not there and could not be pulled: {result.stderr.strip()[-500:]}"
-                )
+                raise PodmanError(f"the image {self._image!r} could not be pulled: {result.stderr.strip()[-500:]}")
 
     async def _start_sandbox(self) -> PodmanHPCSandbox:
         name = self._get_container_name_prefix()

@@ -24,9 +24,7 @@ LONGEST_WAIT_S = 30.0
 
 def check_workspace(workspace_base_dir: str) -> None:
     if workspace_base_dir != "auto":
-        raise ConfigError(
-            f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto': what programs write is in memory, of limited size"
-        )
+        raise ConfigError(f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto'; what programs write is in memory")
 
 
 class LRUCache:
@@ -195,10 +193,8 @@ class BaseSandboxPool(ABC):
                         return sandbox
                     await self._wait()
         except TimeoutError as error:
-            raise TimeoutError(
-                f"no sandbox was free within {timeout_s} s: {len(self._lent)} of {self._n_workers} are in use, "
-                f"{self.pending_resets} are being reset; raise n_workers or timeout_s"
-            ) from error
+            use = f"{len(self._lent)} of {self._n_workers} are in use, {self.pending_resets} are being reset"
+            raise TimeoutError(f"no sandbox was free within {timeout_s} s: {use}; raise n_workers or timeout_s") from error
 
     async def release(self, sandbox: Sandbox) -> None:
         """Take a sandbox back. It is reset in the background."""
@@ -255,8 +251,7 @@ class BaseSandboxPool(ABC):
                 raise RuntimeError("the pool is not started; await pool.start() first")
             if self._failures >= self._max_consecutive_failures:
                 raise SandboxPoolExhaustedError(
-                    f"the pool gave up after {self._failures} failures in a row; the last: {self._last_failure}. "
-                    "Mend the cause, then shut the pool down and start it again"
+                    f"{self._failures} failures in a row, the last: {self._last_failure}. Mend the cause and start the pool again"
                 )
             if self._idle:
                 self._lent.append(self._idle.popleft())

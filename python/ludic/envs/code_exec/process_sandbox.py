@@ -164,10 +164,7 @@ class ProcessSandbox:
     def _checked_memory(self, memory_limit_mb: int | None) -> int:
         memory_mb = memory_limit_mb or self._memory_limit_mb
         if self._most_memory_mb is not None and memory_mb > self._most_memory_mb:
-            raise ConfigError(
-                f"memory_limit_mb ({memory_mb}) of a program must be <= {self._most_memory_mb}, the memory of its sandbox; "
-                "raise memory_limit of the pool's config"
-            )
+            raise ConfigError(f"memory_limit_mb ({memory_mb}) must be <= {self._most_memory_mb}; raise memory_limit of the pool")
         return memory_mb
 
     async def _run(self, code: str, settings: Mapping[str, Any], *, compile_first: bool, more: bool) -> ExecutionResult:

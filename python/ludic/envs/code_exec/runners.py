@@ -194,9 +194,7 @@ def limit_of(test: TestCase, name: str, default: float) -> float:
     limit = test.metadata.get(name, default)
     least = 1 if name == "memory_limit_mb" else 0
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not (least <= limit < math.inf and limit > 0):
-        raise DataError(
-            f"metadata[{name!r}] of test {test.id!r} is {limit!r}; it must be a finite number {'>= 1' if least else '> 0'}"
-        )
+        raise DataError(f"metadata[{name!r}] of test {test.id!r} is {limit!r}, not a finite number {'>= 1' if least else '> 0'}")
     return limit
 
 

@@ -77,9 +77,7 @@ class SharedSandboxPool:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise TimeoutError(
-                f"the sandboxes did not start within {timeout_s} s, and go on starting; raise timeout_s"
-            ) from error
+            raise TimeoutError(f"the sandboxes did not start within {timeout_s} s; raise timeout_s") from error
         sandbox = await pool.checkout(timeout_s=max(0.0, deadline - loop.time()))
         with self._lock:
             if self._lent == 0:

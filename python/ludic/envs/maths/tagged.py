@@ -124,9 +124,7 @@ class TaggedMathReward(MathReward):
         untold = template != "relaxed" and set(answers) == {None} and any("<answer>" in text for text in texts)
         if untold and not self._has_hinted:
             self._has_hinted = True
-            logger.warning(
-                "all answers with <answer> earn 0: <think>...</think> must come before it; ask for it in the system prompt"
-            )
+            logger.warning("all answers with <answer> earn 0: <think>...</think> must come before; ask for it in the prompt")
         rows = self._rows(len(answers), columns)
         pairs = [(answer, self.target_of(row)) for answer, row in zip(answers, rows, strict=True)]
         if self._comparison == "canonical":

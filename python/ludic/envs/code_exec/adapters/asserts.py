@@ -60,10 +60,7 @@ def _need(test: TestCase, definitions: Sequence[Names], functions: Collection[st
     if not hidden and not names - _PYTHONS_OWN and len(named_like_pythons) == 1:
         hidden = named_like_pythons
     if not hidden and not names - _PYTHONS_OWN:
-        raise DataError(
-            f"`{test.input:.120}` needs nothing of the program, and would pass with any; leave what the program is to define "
-            "out of the code that runs before and after it"
-        )
+        raise DataError(f"`{test.input:.120}` needs nothing of the program; remove the program's names from the code around it")
     return replace(test, input=_rename(expression, {name: own_function(name) for name in hidden})) if hidden else test
 
 

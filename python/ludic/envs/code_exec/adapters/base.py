@@ -122,10 +122,8 @@ class APPSTestAdapter:
         """Tests `test_0`, `test_1` ...; DataError unless there are as many inputs as outputs."""
         inputs, outputs = self._column(sample, self._inputs_key), self._column(sample, self._outputs_key)
         if len(inputs) != len(outputs):
-            raise DataError(
-                f"Mismatched tests in problem {self.get_problem_id(sample)}: {len(inputs)} in {self._inputs_key!r}, "
-                f"{len(outputs)} in {self._outputs_key!r}; each input needs its output"
-            )
+            pair = f"{self._inputs_key!r} ({len(inputs)}) as {self._outputs_key!r} ({len(outputs)})"
+            raise DataError(f"problem {self.get_problem_id(sample)} must have as many {pair}")
         return [TestCase(one, other, id=f"test_{i}") for i, (one, other) in enumerate(zip(inputs, outputs, strict=True))]
 
     def get_prompt(self, sample: Mapping[str, Any]) -> str:

@@ -92,9 +92,7 @@ def _amount(name: str, value: Any, units: Mapping[str, float]) -> float:
     except (KeyError, ValueError):
         amount = 0.0
     if amount <= 0:
-        raise DataError(
-            f"{name} ({value!r}) must be a number above 0, or one with its unit, such as '2 seconds' or '256 megabytes'"
-        )
+        raise DataError(f"{name} ({value!r}) must be a number above 0, or one with its unit, such as '256 megabytes'")
     return amount
 
 
@@ -135,9 +133,7 @@ def zip_tests(tests: Any, given: str, wanted: str) -> list[tuple[Any, Any]]:
     if not isinstance(tests, Mapping) or not isinstance(tests.get(given), list) or not isinstance(tests.get(wanted), list):
         raise DataError(f"tests need two lists, {given!r} and {wanted!r}, got {tests!r:.80}")
     if len(tests[given]) != len(tests[wanted]):
-        raise DataError(
-            f"Mismatched tests: {len(tests[given])} in {given!r}, {len(tests[wanted])} in {wanted!r}; each input needs its output"
-        )
+        raise DataError(f"tests must have as many {given!r} ({len(tests[given])}) as {wanted!r} ({len(tests[wanted])})")
     return list(zip(tests[given], tests[wanted], strict=True))
 
 
