@@ -164,10 +164,7 @@ class ReActAgent(ToolAgent):
     def __init__(self, tools: Sequence[Callable[..., Any]], max_react_steps: int = 5, **kwargs: Any) -> None:
         super().__init__(tools, **kwargs)
         if not getattr(self._ctx, "supports_tools", False):
-            raise ConfigTypeError(
-                f"{type(self).__name__} requires a context with supports_tools=True, which {type(self._ctx).__name__} is not; use one "
-                "that stores tool calls and their results"
-            )
+            raise ConfigTypeError(f"the context ({type(self._ctx).__name__}) of {type(self).__name__} needs supports_tools=True")
         if max_react_steps < 1:
             raise ConfigError(f"max_react_steps ({max_react_steps}) must be >= 1, because the last step is the answer")
         self.max_react_steps = max_react_steps
@@ -256,16 +253,12 @@ def check_tool(function: Tool) -> Mapping[str, Any]:
         raise ConfigError(f"the tool {name} has no docstring, by which a model knows what it is for; write one")
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_POSITIONAL for each in parameters.values()):
-        raise ConfigError(
-            f"the tool {name} takes *arguments, and models pass arguments by name; take a list, such as items: list[str]"
-        )
+        raise ConfigError(f"the tool {name} takes *arguments; models pass names: take a list, such as items: list[str]")
     without = [
         each for each in schema["function"]["parameters"]["properties"] if parameters[each].annotation is inspect.Parameter.empty
     ]
     if without:
-        raise ConfigError(
-            f"the tool {name} has no type hint for {', '.join(without)}, which a model is told; write one, such as {without[0]}: str"
-        )
+        raise ConfigError(f"the tool {name} has no type hint for {', '.join(without)}; write one, such as {without[0]}: str")
     return schema
 
 
@@ -289,10 +282,6 @@ def _find(name: str) -> Tool:
     if ":" not in name:
         module, _, function_name = name.rpartition(".")
         module = module or "my_tools"
-        raise ConfigError(
-            f"tools ({name}) is not known; write module:function, such as {module}:{function_name} for `{function_name}` of "
-            f"./{module.replace('.', '/')}.py. A run that "
-            "was given the function as an object of a script goes on in that script, with train(resume=True)"
-        )
+        raise ConfigError(f"tools ({name}) is not known; write {module}:{function_name}, or resume with train(resume=True)")
     function: Tool = import_named(name, "tools")
     return function

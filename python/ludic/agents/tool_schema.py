@@ -77,10 +77,7 @@ def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(tool).parameters
     positional_only = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
     if positional_only:
-        raise ConfigError(
-            f"tool {tool.__name__} has positional-only parameters {positional_only}; wrap it in a function that takes them by name, "
-            "as models pass arguments by name"
-        )
+        raise ConfigError(f"tool {tool.__name__} has positional-only parameters {positional_only}; wrap it to take them by name")
     return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
