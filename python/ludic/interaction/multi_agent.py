@@ -216,10 +216,7 @@ class MultiAgentProtocol(InteractionProtocol):
         first = await await_results(env.reset(seed=env_seed))
         unknown = sorted(set(self.agent_map) - set(env.agent_ids))
         if unknown:
-            raise ConfigError(
-                f"MultiAgentProtocol has agents {unknown}, {type(env).__name__} has {sorted(env.agent_ids)}; "
-                "name each agent as the environment does"
-            )
+            raise ConfigError(f"agents {unknown} must be among {sorted(env.agent_ids)}, the agents of {type(env).__name__}")
         players = [Player(agent_id, agent, collector) for agent_id, agent in self.agent_map.items()]
         for player in players:
             player.agent.reset(system_prompt=system_prompt(player.agent, env))

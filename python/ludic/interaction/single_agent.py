@@ -54,9 +54,7 @@ class SingleAgentProtocol(InteractionProtocol):
     ) -> list[Rollout]:
         ids = list(env.agent_ids)
         if len(ids) != 1:
-            raise ConfigError(
-                f"SingleAgentProtocol needs an environment with one agent, {type(env).__name__} has {len(ids)}: {ids}"
-            )
+            raise ConfigError(f"SingleAgentProtocol needs one agent, and {type(env).__name__} has {len(ids)}: {ids}")
         [agent_id] = ids
         obs = await self._reset(env, agent_id, env_seed)
         steps: list[Step] = []
@@ -98,9 +96,7 @@ class SingleAgentProtocol(InteractionProtocol):
         else:
             obs, info = _select_agent(await await_results(env.reset(seed=env_seed)), env, agent_id)
         if not isinstance(obs, str):
-            raise RolloutError(
-                f"reset of {type(env).__name__} returned an observation of type {type(obs).__name__}; it must be text"
-            )
+            raise RolloutError(f"reset of {type(env).__name__} returned an observation of {type(obs).__name__}; it must be text")
         self.agent.reset(system_prompt=system_prompt(self.agent, env))
         self.agent.on_env_reset(obs, info)
         return obs
