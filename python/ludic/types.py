@@ -75,9 +75,7 @@ class TokenTrace:
         if not (is_column(logps) or is_list_of(logps, float, int)):
             raise DataTypeError(f"completion_logprobs must be a list of float, got {_described(logps, float, int)}")
         if len(logps) != num_tokens:
-            raise DataError(
-                f"completion_logprobs has {len(logps)} values for {num_tokens} completion tokens; there must be one for each"
-            )
+            raise DataError(f"completion_logprobs has {len(logps)} values for {num_tokens} tokens; it must have one for each")
 
     @classmethod
     def from_arrays(cls, prompt: Any, completion: Any, logprobs: Any = None, finish_reason: str | None = None) -> TokenTrace:

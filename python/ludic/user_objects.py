@@ -34,9 +34,7 @@ def import_named(path: str, setting: str) -> Any:
         except Exception as error:  # the user's module may raise anything
             raise ConfigError(f"{setting} ({path}) cannot be imported: {_fault(error, module)}") from error
     if not hasattr(loaded, name):
-        raise ConfigError(
-            f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}{did_you_mean(name, vars(loaded))}"
-        )
+        raise ConfigError(f"{setting} ({path}): {loaded.__file__} has no {name!r}{did_you_mean(name, vars(loaded))}")
     return getattr(loaded, name)
 
 
