@@ -101,7 +101,7 @@ def test_a_context_without_tools_is_refused():
     class Plain(FullDialog):
         supports_tools = False
 
-    with pytest.raises(TypeError, match="requires a context with supports_tools=True") as raised:
+    with pytest.raises(TypeError, match="needs supports_tools=True") as raised:
         agent("8", ctx=Plain())
     assert isinstance(raised.value, LudicError)
     with pytest.raises(ConfigError, match="max_react_steps"):

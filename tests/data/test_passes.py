@@ -65,7 +65,7 @@ def test_passes_only_grow_and_load_only_into_the_same_number():
     passes = Passes(3)
     with pytest.raises(ConfigError, match="3 samples cannot become 2"):
         passes.grow(2)
-    with pytest.raises(ConfigError, match="belongs to 3 samples, here are 4"):
+    with pytest.raises(ConfigError, match="3 samples were saved, not 4"):
         Passes(4).load_state_dict(passes.state_dict())
     with pytest.raises(ConfigError, match="at least one"):
         Passes(0)

@@ -78,7 +78,7 @@ def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path):
     loaded = load_data(source, kind="prompt", streaming=True)
     write(tmp_path / "rows.jsonl", [{"prompt": "longer"}, {"prompt": "b"}])
     for read in (lambda: loaded[1], lambda: list(loaded)):
-        with pytest.raises(DataError, match=r"rows\.jsonl was changed .*resume"):
+        with pytest.raises(DataError, match=r"rows\.jsonl was changed .*put the old content back"):
             read()
 
 

@@ -39,4 +39,4 @@ def test_another_package_of_that_name_is_not_hidden(tmp_path):
     code = "import sys; sys.path.insert(0, '.'); import ludic.rollouts.alias; import rollouts; print(rollouts.__name__)"
     assert run(code, tmp_path) == "ludic.rollouts"
     (tmp_path / "rollouts" / "__init__.py").touch()
-    assert "belongs to another package" in run(code, tmp_path)
+    assert "is already another package" in run(code, tmp_path)

@@ -200,7 +200,7 @@ def test_generate_fn_of_an_agent():
     manager = AsyncRolloutManager(
         DataBuffer(["What is 2+2?", "Calculate 5*7"]), RolloutConfig(batch_size=2, generate_fn=generate_fn)
     )
-    with pytest.raises(DataError, match=r"tokens=prompt_ids \+ response_ids"):
+    with pytest.raises(DataError, match=r"tokens and a loss_mask of \d+; both must cover"):
         asyncio.run(manager.generate_batch())
     with_prompt = True
     batch = asyncio.run(manager.generate_batch())

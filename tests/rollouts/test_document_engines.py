@@ -201,7 +201,7 @@ async def test_rl_with_sglang(policy, servers):
         return samples
 
     # Setup
-    with pytest.raises(ConfigError, match=r"refuse every prompt .*n_samples_per_prompt .*2"):
+    with pytest.raises(ConfigError, match=r"n_samples_per_prompt \(1\) to be at least 2"):
         RolloutConfig(
             batch_size=32,
             generate_fn=generate_fn,

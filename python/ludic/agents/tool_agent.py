@@ -253,7 +253,7 @@ def check_tool(function: Tool) -> Mapping[str, Any]:
         raise ConfigError(f"the tool {name} has no docstring, by which a model knows what it is for; write one")
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_POSITIONAL for each in parameters.values()):
-        raise ConfigError(f"the tool {name} takes *arguments; models pass names: take a list, such as items: list[str]")
+        raise ConfigError(f"the tool {name} takes *arguments, which have no names; take a list, such as items: list[str]")
     without = [
         each for each in schema["function"]["parameters"]["properties"] if parameters[each].annotation is inspect.Parameter.empty
     ]

@@ -118,7 +118,7 @@ class DataTask(ProblemList):
         """The completion of the row."""
         completion = problem["row"].get("completion")  # type: ignore[typeddict-item]
         if not completion:
-            raise ConfigError("a warm-up needs an answer in the column `completion` of every row; disable it with warmup.steps=0")
+            raise ConfigError("a warm-up needs a column `completion` with an answer in every row; disable it with warmup.steps=0")
         return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
     def make_env(self, problem: Problem) -> PromptEnv:

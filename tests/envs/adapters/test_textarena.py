@@ -171,7 +171,7 @@ def test_a_game_that_crashes_on_every_move_raises_and_is_over():
 
 @pytest.mark.parametrize("opponents", [{2: str}, {0: str, 1: str}, {-1: str}])
 def test_opponents_must_be_players_and_leave_one_for_the_agent(opponents):
-    with pytest.raises(ConfigError, match=r"players among 0 to 1 .*agent"):
+    with pytest.raises(ConfigError, match=r"opponents \(.*\) must be among 0 to 1"):
         TextArenaEnv("TicTacToe-v0", num_players=2, opponents=opponents)
 
 
@@ -184,5 +184,5 @@ def test_opponents_that_end_the_game_at_once_are_an_error():
 def test_the_error_of_an_unknown_game_names_it_immediately():
     with pytest.raises(ConfigError, match="TextArena has no game 'TicTacTow-v0'"):
         TextArenaEnv("TicTacTow-v0")
-    with pytest.raises(ConfigError, match=r"\(\['size'\]\) need the id of a game"):
+    with pytest.raises(ConfigError, match=r"settings \(\['size'\]\) need the id of a game"):
         TextArenaEnv(Fragile, size=3)

@@ -159,7 +159,7 @@ async def test_tool_calls_pass_in_both_directions():
 async def test_only_chat_completions_have_tokens():
     other = next(dialect for dialect in DIALECTS if not isinstance(dialect, ChatDialect))
     policy_client = VerifiersClient(ByteClient("x"), SPEC, lambda call: None, None)
-    with pytest.raises(InferenceError, match="only chat completions keep their tokens"):
+    with pytest.raises(InferenceError, match="use a harness that requests chat completions"):
         await policy_client.get_response(other, {"model": "m", "messages": []}, None)
     assert isinstance(policy_client.error, InferenceError)
 

@@ -154,7 +154,7 @@ def test_the_stream_of_docker_is_cut_at_any_place(frames, data):
 
 def test_a_program_may_not_have_more_memory_than_its_sandbox():
     sandbox = ProcessSandbox(None, memory_limit_mb=100, most_memory_mb=100)
-    with pytest.raises(ConfigError, match=r"memory_limit_mb \(200\) .*<= 100.*raise memory_limit"):
+    with pytest.raises(ConfigError, match=r"memory_limit_mb \(200\) must be <= 100.*raise memory_limit"):
         asyncio.run(sandbox.execute("", memory_limit_mb=200))
 
 

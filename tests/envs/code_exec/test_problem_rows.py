@@ -116,7 +116,7 @@ def test_the_adapter_reads_rows_and_problems():
     [
         ({"question": "q"}, "has no tests"),
         ({"question": "q", "inputs": [], "outputs": []}, "has no tests"),
-        ({"question": "q", "inputs": ["1"], "outputs": []}, "Mismatched tests: 1 in 'inputs', 0"),
+        ({"question": "q", "inputs": ["1"], "outputs": []}, r"as many 'inputs' \(1\) as 'outputs' \(0\)"),
         ({"question": "q", "input_output": "{"}, "not JSON"),
         ({"question": "q", "input_output": "[]"}, "two lists"),
         ({"question": "q", "tests": [{"in": 1}]}, "`input` and `output`"),
@@ -273,7 +273,7 @@ def test_a_test_needs_something_of_the_program(row, expression):
     ],
 )
 def test_a_test_that_would_pass_without_the_program_is_refused(row):
-    with pytest.raises(DataError, match=r"needs nothing .*pass with any"):
+    with pytest.raises(DataError, match="needs nothing of the program"):
         read_problem(row)
 
 

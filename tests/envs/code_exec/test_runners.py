@@ -159,5 +159,5 @@ def test_batches_can_be_turned_off():
     [{"timeout_s": "5"}, {"timeout_s": -1}, {"timeout_s": float("inf")}, {"timeout_s": float("nan")}, {"memory_limit_mb": 0.5}],
 )
 def test_a_limit_that_limits_nothing_is_an_error_of_the_data(kind, limits):
-    with pytest.raises(DataError, match=r"metadata\['\w+'\] of test 't1' .*finite number"):
+    with pytest.raises(DataError, match=r"metadata\['\w+'\] of test 't1' is .*, not a finite number"):
         run(kind(), doubles_of(1, **limits))

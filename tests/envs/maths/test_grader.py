@@ -116,7 +116,7 @@ def test_a_killed_process_is_an_error_and_is_replaced(tmp_path):
     assert grader.grade_now("3", "3")
     (pid,) = children() - before
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(GradingError, match=r"the grader's process failed \(exit status -9\)"):
+    with pytest.raises(GradingError, match=r"the grader failed \(exit status -9\)"):
         grader.grade_now("3", "3")
     assert grader.grade_now("3", "3")
     assert grader.counts == GraderCounts(graded=2, failed=1)

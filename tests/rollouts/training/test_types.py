@@ -117,7 +117,7 @@ def test_configurations_read_back_what_they_wrote():
         (lambda: RolloutConfig(1), "needs generate_fn"),
         (
             lambda: RolloutConfig(1, generate_fn=generate, filter_fn=check_reward_nonzero_std),
-            r"check_reward_nonzero_std.* every prompt .*n_samples_per_prompt .*2",
+            r"check_reward_nonzero_std.* n_samples_per_prompt \(1\) to be at least 2",
         ),
         (lambda: RolloutConfig(0, generate_fn=generate), "batch_size .0."),
         (lambda: RolloutConfig(1, n_samples_per_prompt=0, generate_fn=generate), "n_samples_per_prompt"),

@@ -197,7 +197,7 @@ def as_training_logger(metrics_logger: MetricsLogger) -> TrainingLogger:
     object without `log` and `finish`."""
     missing = [name for name in ("log", "finish") if not hasattr(metrics_logger, name)]
     if missing:
-        raise ConfigTypeError(f"metrics_logger ({type(metrics_logger).__name__}) must have a method {' and '.join(missing)}")
+        raise ConfigTypeError(f"metrics_logger ({type(metrics_logger).__name__}) must have the method {' and '.join(missing)}")
     return _AsTrainingLogger(metrics_logger)
 
 

@@ -319,10 +319,10 @@ async def test_after_a_failure_the_backend_refuses_work_until_reset(tmp_path):
 
 
 BAD = {
-    "shifted labels": ({"labels": torch.roll(make_batch()["labels"], -1, dims=1)}, "do not shift them"),
-    "a negative mask": ({"loss_mask": make_batch()["loss_mask"] * -0.5}, r"loss_mask\[0, 2\] is -0\.5; 0 .*no loss"),
-    "a short mask": ({"loss_mask": torch.ones(3, 5)}, r"loss_mask \(3, 5\) .*input_ids \(3, 6\)"),
-    "too few advantages": ({"advantages": torch.ones(2)}, "3 rows, or one .*token"),
+    "shifted labels": ({"labels": torch.roll(make_batch()["labels"], -1, dims=1)}, r"labels\[0, .* is .*, not shifted"),
+    "a negative mask": ({"loss_mask": make_batch()["loss_mask"] * -0.5}, r"loss_mask\[0, 2\] \(-0.5\) must be .* at least 0"),
+    "a short mask": ({"loss_mask": torch.ones(3, 5)}, r"loss_mask \(3, 5\) must have the shape of input_ids \(3, 6\)"),
+    "too few advantages": ({"advantages": torch.ones(2)}, "one value for each of 3 rows, or one for each token"),
     "an empty row": ({"attention_mask": torch.tensor([[1] * 6, [0] * 6, [1] * 6])}, "row 1 of attention_mask has no token"),
 }
 
@@ -349,9 +349,9 @@ async def test_a_batch_without_old_log_probabilities_is_refused_with_the_remedy(
 
 
 def test_settings_that_cannot_hold_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="must see them whole"):
+    with pytest.raises(ConfigError, match="micro_token_budget .* needs whole"):
         make_backend(tmp_path, user_loss, micro_token_budget=64)
-    with pytest.raises(ConfigError, match=r"parameters logits, beta; .*default"):
+    with pytest.raises(ConfigError, match="\(logits, beta\) must be logits, .*or have defaults"):
         make_backend(tmp_path, lambda logits, beta: logits.mean() * beta)
 
 

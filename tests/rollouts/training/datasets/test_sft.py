@@ -56,7 +56,7 @@ def test_a_prompt_with_its_answer():
     trained = [token for token, m in zip(sample.tokens, sample.loss_mask, strict=True) if m]
     assert tokenizer.decode(trained) == "4<|im_end|>"
     assert prepare_sft_sample(TALK[:2], "b", tokenizer).prompt == TALK[:2]
-    with pytest.raises(RowError, match=r"more than max_length \(3\); raise max_length"):
+    with pytest.raises(RowError, match=r"tokens; raise max_length \(3\)"):
         prepare_sft_sample("2+2?", "4", tokenizer, max_length=3)
 
 

@@ -274,7 +274,7 @@ class FunctionLoss(Loss):
         ]
         if unknown or any(each.kind is each.POSITIONAL_ONLY for each in parameters):
             raise ConfigError(
-                f"parameters of {_name(function)} ({', '.join(map(str, parameters))}) need defaults or names of {', '.join(known)}"
+                f"parameters of {_name(function)} ({', '.join(map(str, parameters))}) must be {', '.join(known)}, or have defaults"
             )
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
