@@ -61,7 +61,7 @@ def test_a_trace_has_one_log_probability_per_completion_token():
         TokenTrace([1], [2], (-0.5,))
     with pytest.raises(TypeError, match="must be a list of float"):
         TokenTrace([1], [2], [False])
-    with pytest.raises(ValueError, match="has 1 values for 2 completion tokens"):
+    with pytest.raises(ValueError, match="has 1 values for 2 tokens"):
         TokenTrace([1], [2, 3], [-0.5])
 
 

@@ -111,7 +111,7 @@ def test_a_recipe_trains_on_a_mixture_and_reads_its_own_config_again(tmp_path):
         ({"datasets": [{"id": "a"}], "test_split_size": 1}, r"test_split_size \(1\) .*between 0 and 1"),
         (
             {"datasets": [{"id": "a", "columns": ["x"]}, {"id": "b", "columns": ["y"]}]},
-            r"columns of b \(y\) .*of a \(x\)",
+            r"b has the columns \['y'\], a \['x'\]",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_wrong_description_is_refused(content, message):
 def test_errors_name_the_source_and_its_row(tmp_path):
     source, chats = write(tmp_path / "a.jsonl", 3), tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"prompt": [{"role": "user", "content": "2+2?"}], "answer": 4}) + "\n")
-    with pytest.raises(ConfigError, match=r"chats.jsonl are messages .*a.jsonl text"):
+    with pytest.raises(ConfigError, match=r"chats.jsonl are messages and of .*a.jsonl text"):
         load_mixture(DataMixture([MixtureEntry(source), MixtureEntry(str(chats))]))
     with pytest.raises(ConfigError, match=r"weight of .*a.jsonl \(0.1\) .*3 rows"):
         load_mixture(DataMixture([MixtureEntry(source, weight=0.1)]))

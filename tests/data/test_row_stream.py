@@ -146,7 +146,7 @@ def test_a_position_belongs_to_its_data_and_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="shuffle_buffer=2, not 3"):
         RowStream(files, buffer_rows=3).load_state_dict(state)
     Path(files[0]).write_text(Path(files[0]).read_text().replace("3", "4"))
-    with pytest.raises(ConfigError, match="belongs to data="):
+    with pytest.raises(ConfigError, match="has data="):
         RowStream(files, buffer_rows=2).load_state_dict(state)
 
 

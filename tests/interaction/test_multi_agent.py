@@ -306,7 +306,7 @@ def test_a_single_agent_environment_can_be_played():
 
 
 def test_the_error_of_unknown_agents_names_them():
-    with pytest.raises(ConfigError, match=r"agents \['y'\], ScriptedEnv has \['o', 'x'\]"):
+    with pytest.raises(ConfigError, match=r"agents \['y'\] must be among \['o', 'x'\]"):
         run(a_game(), {"y": ScriptedClient("1")})
     with pytest.raises(ConfigError, match="agents is empty"):
         MultiAgentProtocol({})

@@ -153,7 +153,7 @@ class Two(LudicEnv[str, str, str]):
 
 
 def test_an_environment_with_two_agents_is_refused():
-    with pytest.raises(ConfigError, match="one agent, Two has 2"):
+    with pytest.raises(ConfigError, match="one agent, and Two has 2"):
         one(ScriptedClient("a"), Two())
 
 

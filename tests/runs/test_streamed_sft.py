@@ -59,7 +59,7 @@ def test_other_data_is_not_resumed(streamed: list[str], tmp_path: Path) -> None:
     assert train_until(3, [*streamed, "steps=10"]) == 130
     changed = write_rows(tmp_path / "data.jsonl", *({"prompt": f"{n % 20}+2=", "completion": "0"} for n in range(40)))
     assert changed.is_file()
-    assert "the saved position has" in refused("--resume", str(tmp_path / "run"))
+    assert "the saved position has data=" in refused("--resume", str(tmp_path / "run"))
 
 
 def test_folders_of_shards_are_streamed(streamed: list[str], tmp_path: Path) -> None:

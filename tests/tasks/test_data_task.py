@@ -183,9 +183,9 @@ def test_rewards_can_be_a_name_a_list_or_names_with_weights(reward, weights, nam
 @pytest.mark.parametrize(
     ("reward", "weights", "message"),
     [
-        ("gms8k", None, r"reward \(gms8k\) is not known; did you mean gsm8k\?"),
-        ("exact", None, r"such as rewards:exact .* or one of code, code_partial, gsm8k, math, pure_accuracy_math"),
-        (["code", "math"], None, r"reward \(code\) runs programs, and is the only reward"),
+        ("gms8k", None, r"reward \(gms8k\) must be .*; did you mean gsm8k\?"),
+        ("exact", None, r"\(exact\) must be module:function or one of code, code_partial, gsm8k, math, pure_accuracy_math"),
+        (["code", "math"], None, r"reward \(code\) runs programs and must be the only"),
         (f"{__name__}:NUMBER", None, r"is int, not a function"),
         (f"{__name__}:Judge", None, r"is a class, not a function"),
         ([], None, r"reward \(\[\]\) must be module:function"),
@@ -234,7 +234,7 @@ def test_held_out_accuracy_is_defined_by_the_reward_of_held_out_answers(tmp_path
 def test_weights_for_no_eval_reward_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="set eval_reward too"):
         DataTask(write_numbered(tmp_path / "p.jsonl"), ONE, eval_reward_weights=[1.0])
-    with pytest.raises(ConfigError, match=r"eval_reward \(gms8k\) .*did you mean gsm8k"):
+    with pytest.raises(ConfigError, match=r"eval_reward \(gms8k\) must be .*; did you mean gsm8k"):
         DataTask(write_numbered(tmp_path / "p.jsonl"), ONE, eval_reward="gms8k")
 
 

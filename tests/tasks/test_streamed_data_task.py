@@ -81,5 +81,5 @@ def test_tasks_that_read_no_rows_refuse_it(tmp_path):
         build_task(TaskSection(kind="sort"), streaming=True)
     with pytest.raises(ConfigError, match="streaming=true is for prompts with reward functions"):
         build_task(TaskSection(kind="data"), data=source, reward="code", streaming=True)
-    with pytest.raises(ConfigError, match="streaming=true .*not a mixture"):
+    with pytest.raises(ConfigError, match=r"streaming=true .*not a mixture"):
         build_task(TaskSection(kind="data"), data={"datasets": [{"id": source}]}, reward=ONE, streaming=True)

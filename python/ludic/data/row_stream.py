@@ -61,7 +61,7 @@ def _list_shards(folder: Path, source: str) -> list[Path]:
     tests = [path.name for path in inside if _HELD_OUT.match(path.name)]
     if left or tests:
         fault = "cannot be streamed" if left else "looks like held-out rows"
-        raise DataError(f"{source} has {(left or tests)[0]}, which {fault}; name each file to train on ({', '.join(_FILES)})")
+        raise DataError(f"{source} has {(left or tests)[0]}, which {fault}; name the files to train on ({', '.join(_FILES)})")
     if not inside:
         raise DataError(f"{source} has no files that can be streamed ({', '.join(_FILES)})")
     return inside

@@ -155,7 +155,7 @@ def success_of(task: EpisodicTask, solved_at: float | None, *, judged: bool = Fa
     is_score = task.reward_is_score or (judged and isinstance(task.scorer, NoRewards))
     if solved_at is not None:
         if is_score:
-            raise ConfigError(f"solved_at ({solved_at:g}) cannot be used with a reward model; leave it out, or {SCORE_REMEDY}")
+            raise ConfigError(f"solved_at ({solved_at:g}) cannot be used with a reward model; set eval_reward=MODULE:FUNCTION")
         if not math.isfinite(solved_at):
             raise ConfigError(f"solved_at ({solved_at}) must be a finite reward, such as 1 or 0.5")
         return Success(solved_at)

@@ -349,9 +349,9 @@ async def test_a_batch_without_old_log_probabilities_is_refused_with_the_remedy(
 
 
 def test_settings_that_cannot_hold_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="micro_token_budget .* needs whole"):
+    with pytest.raises(ConfigError, match=r"micro_token_budget .* needs whole"):
         make_backend(tmp_path, user_loss, micro_token_budget=64)
-    with pytest.raises(ConfigError, match="\(logits, beta\) must be logits, .*or have defaults"):
+    with pytest.raises(ConfigError, match=r"\(logits, beta\) must be logits, .*or have defaults"):
         make_backend(tmp_path, lambda logits, beta: logits.mean() * beta)
 
 

@@ -114,9 +114,7 @@ class ForeignBackend:
     async def _ask(self, method: str, *arguments: Any) -> dict[str, float]:
         answer = await self._call(method, *arguments)
         if not isinstance(answer, Mapping):
-            raise ConfigTypeError(
-                f"{method} of the backend returned {type(answer).__name__}; it must be a mapping, or a future of one"
-            )
+            raise ConfigTypeError(f"{method} returned {type(answer).__name__}; it must be a mapping, or a future of one")
         return {name: float(value) for name, value in answer.items()}
 
     async def _call(self, method: str, *arguments: Any) -> Any:
