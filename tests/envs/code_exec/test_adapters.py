@@ -54,7 +54,7 @@ def test_rows_of_apps():
 
 
 def test_inputs_without_outputs_are_an_error():
-    with pytest.raises(DataError, match="problem 7: 1 in 'inputs', 2 in 'outputs'"):
+    with pytest.raises(DataError, match=r"problem 7 must have as many 'inputs' \(1\) as 'outputs' \(2\)"):
         APPSTestAdapter().get_tests({**ROW, "inputs": ["1"]})
 
 

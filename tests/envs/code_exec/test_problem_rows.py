@@ -116,7 +116,7 @@ def test_the_adapter_reads_rows_and_problems():
     [
         ({"question": "q"}, "has no tests"),
         ({"question": "q", "inputs": [], "outputs": []}, "has no tests"),
-        ({"question": "q", "inputs": ["1"], "outputs": []}, r"as many 'inputs' \(1\) as 'outputs' \(0\)"),
+        ({"question": "q", "inputs": ["1"], "outputs": []}, "as many 'inputs' (1) as 'outputs' (0)"),
         ({"question": "q", "input_output": "{"}, "not JSON"),
         ({"question": "q", "input_output": "[]"}, "two lists"),
         ({"question": "q", "tests": [{"in": 1}]}, "`input` and `output`"),

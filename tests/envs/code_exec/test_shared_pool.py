@@ -167,7 +167,7 @@ def test_the_time_counts_in_which_some_sandbox_is_lent(monkeypatch):
 def test_without_a_backend_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
-    with pytest.raises(RuntimeError, match=r"No sandbox backend available.*apt install bubblewrap"):
+    with pytest.raises(RuntimeError, match=r"No sandbox backend.*apt install bubblewrap"):
         share_sandboxes()
 
 

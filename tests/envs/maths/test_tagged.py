@@ -96,7 +96,7 @@ def test_answers_without_thoughts_that_earn_nothing_are_hinted_at_once(caplog):
     for _ in range(2):
         assert asyncio.run(reward(bare, answer=["42", "42"])) == [0.0, 0.0]
     [record] = caplog.records
-    assert "<think>...</think> must come before it" in record.message
+    assert "<think>...</think> must come before" in record.message
 
 
 def test_the_right_answer_is_in_the_column_answer_or_in_the_box_of_the_solution():
