@@ -190,9 +190,9 @@ def test_a_dotted_name_is_answered_with_the_name_to_write() -> None:
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        ([listed], r"tool listed takes \*arguments, .*a list"),
-        ([untold], r"tool untold .*no docstring, .*write one"),
-        ([unhinted], r"tool unhinted .*type hint .*such as item: str"),
+        ([listed], r"the tool listed takes \*arguments, .* take a list"),
+        ([untold], "the tool untold has no docstring, .* write one"),
+        ([unhinted], "the tool unhinted has no type hint for item; write one, such as item: str"),
         ([len], "has positional-only parameters"),
         ([lambda item: item], "has no docstring"),
         ([3], "cannot be a tool"),

@@ -148,7 +148,7 @@ def test_a_metrics_logger_logs_what_the_trainer_does():
     training_logger.log(3, {"train/loss": 1.0})
     training_logger.close()
     assert (recorder.logged, recorder.finished) == ([(3, {"train/loss": 1.0})], 1)
-    with pytest.raises(ConfigTypeError, match="no log and no finish"):
+    with pytest.raises(ConfigTypeError, match="method log and finish"):
         as_training_logger([])
 
 

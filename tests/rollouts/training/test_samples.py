@@ -83,7 +83,7 @@ def test_an_episode_is_one_sample_only_if_its_steps_go_on():
     assert made.rollout_log_probs == [0, -0.1, 0, -0.2]
     assert (made.reward, made.group_index, made.response) == (1.5, 7, "a\nb")
     cut = Step(1, "q", "b", None, 1.0, False, True, trace=TokenTrace([1, 3], [4]))
-    with pytest.raises(DataError, match=r"step 1 of rollout r .*whole dialogue"):
+    with pytest.raises(DataError, match=r"step 1 of rollout r must extend.*keep all turns"):
         sample_of_rollout(Rollout(id="r", steps=[first, cut]))
     with pytest.raises(DataError, match="for_rl"):
         sample_of_rollout(Rollout(id="r", steps=[Step(0, "p", "a", None, 0, False, True)]))

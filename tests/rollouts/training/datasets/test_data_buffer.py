@@ -90,7 +90,7 @@ def test_every_edit_of_the_data_is_found():
 
 def test_the_error_says_which_of_seed_number_and_content_differs():
     state = DataBuffer(list("abc"), seed=1).save_state()
-    with pytest.raises(ConfigError, match=r"seed 1, here .*2.*give seed=1"):
+    with pytest.raises(ConfigError, match=r"seed \(2\) must be 1, as saved"):
         DataBuffer(list("abc"), seed=2).load_state(state)
     with pytest.raises(ConfigError, match=r"num_prompts=3, here are 4 prompts.*changed='grow'"):
         DataBuffer(list("abcd"), seed=1).load_state(state)
