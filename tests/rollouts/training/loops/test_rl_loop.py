@@ -527,7 +527,7 @@ async def test_samples_without_log_probabilities_are_named_where_the_loss_needs_
             sample.rollout_log_probs = None
         return [sample]
 
-    remedy = f"have no rollout_log_probs, and {loss.__name__} .* set Sample.rollout_log_probs, .* or train with grpo_loss"
+    remedy = f"have no rollout_log_probs for {loss.__name__}; .*use grpo_loss"
     with pytest.raises(DataError, match=f"^{named}.* {remedy}"):
         await run(make_backend(tmp_path, loss), make_manager(generate_fn=forget))
 

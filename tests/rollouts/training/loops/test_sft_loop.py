@@ -113,7 +113,7 @@ async def test_a_backend_of_the_users_own_trains_in_the_same_loop(tmp_path):
 
 async def test_a_backend_without_the_methods_is_refused_and_the_logger_finished():
     logger = ListLogger()
-    with pytest.raises(ConfigTypeError, match="backend \\(object\\) has no forward_backward, optim_step, save_checkpoint"):
+    with pytest.raises(ConfigTypeError, match="backend object has no forward_backward, optim_step, save_checkpoint"):
         await run_sft_training(object(), make_samples(2), CONFIG, logger)
     with pytest.raises(DataError, match=r"sample 0 has no token .*train"):
         await run_sft_training(object(), [Sample("a", tokens=[5], loss_mask=[0.0])], CONFIG, logger)

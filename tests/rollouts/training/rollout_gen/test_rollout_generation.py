@@ -102,7 +102,7 @@ async def judge_later(sample):
         ({"generate_fn": lambda prompts: answer_later(prompts)}, ConfigTypeError, "use AsyncRolloutManager"),
         ({"reward_fn": judge_later}, ConfigTypeError, "judge_later is a coroutine function"),
         ({"reward_fn": lambda sample: judge_later(sample)}, ConfigTypeError, "use AsyncRolloutManager"),
-        ({"reward_fn": lambda sample: [1.0]}, ConfigError, "returned a list; a reward function is called with one Sample"),
+        ({"reward_fn": lambda sample: [1.0]}, ConfigError, "returned a list; a reward function must return a number"),
         ({"filter_fn": judge_later}, ConfigTypeError, "a filter must be a plain function"),
         ({"generate_fn": functools.partial(answer, ["a"])}, ConfigTypeError, "take a list of prompts"),
         ({"generate_fn": lambda prompts: None}, DataError, "returned None; it must return a list"),
