@@ -183,7 +183,7 @@ def listed(*items: str):
 
 
 def test_a_dotted_name_is_answered_with_the_name_to_write() -> None:
-    with pytest.raises(ConfigError, match=r"such as shop\.stock:count for `count` of \./shop/stock\.py"):
+    with pytest.raises(ConfigError, match=r"tools \(shop\.stock\.count\) is not known; write shop\.stock:count"):
         find_tools(["shop.stock.count"])
 
 
