@@ -92,10 +92,7 @@ class RLAlgorithm:
     def __post_init__(self) -> None:
         loss = adapted_loss(self, required=type(self).compute_loss is RLAlgorithm.compute_loss)
         if self.correction is not None and not loss.reads_shared_only:
-            raise ConfigError(
-                f"a correction ({type(self.correction).__name__}) weights the log-probabilities of the shared context, but "
-                f"{loss_name(loss)} reads the logits directly; use a loss that reads them through `shared`, or no correction"
-            )
+            raise ConfigError(f"{loss_name(loss)} must read `shared` for a correction ({type(self.correction).__name__})")
 
     @property
     def reads_reference(self) -> bool:
@@ -272,18 +269,12 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
             continue
         logps, actions = stored(attached, "token_logps"), int(np.count_nonzero(stored(item, "action_mask")))
         if len(logps) != actions:
-            raise DataError(
-                f"actor_logps length mismatch in sample {index}: {len(logps)} values for {actions} action tokens; there must be one each"
-            )
+            raise DataError(f"actor_logps length mismatch in sample {index}: {len(logps)} values for {actions} action tokens")
         if not (is_list_of(logps, float, int) or is_float_array(logps)):
-            raise DataTypeError(
-                f"actor_logps of sample {index} must be a List[float] or a float array, got {type(logps).__name__}"
-            )
+            raise DataTypeError(f"actor_logps of sample {index} must be a list or an array of floats, got {type(logps).__name__}")
     if missing:
-        raise DataError(
-            f"{len(missing)} of {len(saw_batch.items)} samples ({shorten_names(missing, limit=3)}) have no actor_logps; "
-            "sample with ReturnSpec.for_rl() so that the log-probabilities come back, or set Sample.rollout_log_probs"
-        )
+        names = f"{len(missing)} of {len(saw_batch.items)} samples ({shorten_names(missing, limit=3)})"
+        raise DataError(f"{names} have no actor_logps; sample with ReturnSpec.for_rl() or set Sample.rollout_log_probs")
     return saw_batch
 
 

@@ -270,9 +270,7 @@ class CheckpointManager:
             if not faults:
                 return warn_if_unverifiable(folder)
             others = (other.name for other in self._folders()[::-1] if other != folder and not find_checkpoint_faults(other))
-            raise CheckpointError(
-                f"{folder} is damaged: {', '.join(faults)}; the newest undamaged checkpoint in {self.root} is {next(others, 'none')}"
-            )
+            raise CheckpointError(f"{folder} is damaged: {', '.join(faults)}; the newest undamaged one is {next(others, 'none')}")
         restore_replaced(self.root)
         damaged: list[str] = []
         newest_first, latest = self._folders()[::-1], self._read_pointer()

@@ -72,20 +72,13 @@ class PreferenceMetrics:
         chosen, rejected = as_floats(chosen_scores), as_floats(rejected_scores)
         label = np.ones_like(chosen) if labels is None else as_floats(labels)
         if not len(chosen) == len(rejected) == len(label):
-            raise DataError(
-                f"chosen_scores ({len(chosen)}), rejected_scores ({len(rejected)}) and labels ({len(label)}) must be equally many"
-            )
+            raise DataError(f"chosen_scores ({len(chosen)}), rejected_scores ({len(rejected)}), labels ({len(label)}) must match")
         for name, values in (("chosen_scores", chosen), ("rejected_scores", rejected), ("labels", label)):
             if not np.isfinite(values).all():
-                raise DataError(
-                    f"{int((~np.isfinite(values)).sum())} of {len(values)} {name} are not finite; metrics need finite numbers"
-                )
+                raise DataError(f"{int((~np.isfinite(values)).sum())} of {len(values)} {name} are not finite")
         outside = (label < 0) | (label > 1)
         if outside.any():
-            raise DataError(
-                f"{int(outside.sum())} of {len(label)} labels are outside [0, 1]; a label is the probability that the chosen response is "
-                "better"
-            )
+            raise DataError(f"{int(outside.sum())} of {len(label)} labels are outside [0, 1]; they must be probabilities")
         self._columns.append((chosen, rejected, label))
 
     @property

@@ -274,9 +274,7 @@ class TrainerConfig:
         if self.warmup_ratio is not None:
             _require(0 <= self.warmup_ratio <= 1, "warmup_ratio", self.warmup_ratio, "be in [0, 1]")
         if self.lr_scheduler_type is None and (self.warmup_steps or self.warmup_ratio):
-            raise ConfigError(
-                'warmup_steps and warmup_ratio need lr_scheduler_type; "constant_with_warmup" keeps the rate constant after the warm-up'
-            )
+            raise ConfigError('warmup_steps and warmup_ratio need lr_scheduler_type, for example "constant_with_warmup"')
         _require(0 <= self.lr_min_ratio <= 1, "lr_min_ratio", self.lr_min_ratio, "be in [0, 1]: a fraction of lr")
         mode = self.early_stopping_mode
         _require(mode in ("auto", "min", "max"), "early_stopping_mode", mode, "be auto, min or max")
@@ -287,10 +285,7 @@ class TrainerConfig:
 def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
     """Raise `BudgetError` unless a sample of `max_seq_len` tokens fits into the budget."""
     if micro_token_budget < max_seq_len:
-        raise BudgetError(
-            f"micro_token_budget ({micro_token_budget}) must be >= max_seq_len ({max_seq_len}); "
-            "raise the budget or lower max_seq_len"
-        )
+        raise BudgetError(f"micro_token_budget ({micro_token_budget}) must be >= max_seq_len ({max_seq_len})")
 
 
 def _read_pad_token(tokenizer: Any) -> int:

@@ -200,10 +200,7 @@ class OverlongPenalty:
 
     def _penalty(self, rollout: Rollout, step: Step) -> float:
         if step.trace is None:
-            raise DataError(
-                f"step {step.index} of rollout {rollout.id} has no token trace, so its length is not known; "
-                "sample with ReturnSpec.for_rl()"
-            )
+            raise DataError(f"step {step.index} of rollout {rollout.id} has no token trace; sample with ReturnSpec.for_rl()")
         over = len(stored(step.trace, "completion_token_ids")) - (self.max_tokens - self.buffer_tokens)
         return self.factor * min(1.0, over / self.buffer_tokens) if over > 0 and self.buffer_tokens else 0.0
 
@@ -236,17 +233,12 @@ def _group_positions(rollouts: Sequence[Rollout], group_size: int, *, allow_part
     for position, rollout in enumerate(rollouts):
         group = group_of(rollout.meta)
         if group is None:
-            raise DataError(
-                f"rollout {rollout.id} is missing group_id in meta['request_meta']; expand requests with GRPORequestStrategy"
-            )
+            raise DataError(f"rollout {rollout.id} is missing group_id in meta['request_meta']; use GRPORequestStrategy")
         groups.setdefault((group, rollout.meta.get("agent_id")), []).append(position)
     for (group, agent), members in groups.items():
         if len(members) > group_size or (len(members) < group_size and not allow_partial):
             whose = "" if agent is None else f" of agent {agent}"
-            raise DataError(
-                f"Group size mismatch: group {group}{whose} has {len(members)} rollouts, group_size is {group_size}; "
-                "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts"
-            )
+            raise DataError(f"Group size mismatch: group {group}{whose} has {len(members)} rollouts, group_size is {group_size}")
     return list(groups.values())
 
 
@@ -306,10 +298,7 @@ def read_score(rollout: Rollout, key: str) -> float:
     unless it is a finite number."""
     score = rollout.meta.get(key)
     if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
-        raise DataError(
-            f"rollout {rollout.id} has {key}={score!r} in its meta; there must be a finite score: give the engine "
-            "scorer=RewardModelScorer(...), or score the rollouts before credit is assigned"
-        )
+        raise DataError(f"rollout {rollout.id} has {key}={score!r} in its meta, not a finite score; pass the engine a scorer")
     return float(score)
 
 

@@ -88,10 +88,7 @@ class DPOTrainer(Trainer):
             raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
         loss = adapted_loss(algo)
         if not isinstance(loss, DPOLoss):
-            raise ConfigError(
-                f"DPOTrainer compares a policy with its reference by DPOLoss, and {algo.name} has {loss_name(loss)}; use make_dpo(), or "
-                "RMTrainer for a reward model"
-            )
+            raise ConfigError(f"DPOTrainer needs DPOLoss, and {algo.name} has {loss_name(loss)}; use make_dpo() or RMTrainer")
         self._loss = loss
         if lora_config is not None:
             model = apply_lora(require_model(model), lora_config)
@@ -134,10 +131,7 @@ def _list_pairs(pairs: Sequence[SAWItem] | None, source: BatchSource) -> Sequenc
         return pairs
     if isinstance(source, ItemBatchSource):
         return source.items
-    raise ConfigError(
-        f"DPOTrainer scores all pairs with the reference before the first step, and cannot list the pairs of {type(source).__name__}; pass "
-        "them as pairs="
-    )
+    raise ConfigError(f"DPOTrainer cannot list the pairs of {type(source).__name__} for the reference; pass them as pairs=")
 
 
 def _open_reference(
@@ -175,7 +169,5 @@ def _wait(scored: Any) -> Tensor:
     if not isinstance(scored, Tensor):
         if inspect.iscoroutine(scored):
             scored.close()
-        raise ConfigTypeError(
-            f"reference.logps returned {type(scored).__name__}; here it must return a tensor or a TrainFuture, as FrozenModel does"
-        )
+        raise ConfigTypeError(f"reference.logps returned {type(scored).__name__}; it must return a tensor or a TrainFuture")
     return scored

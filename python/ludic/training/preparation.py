@@ -125,9 +125,7 @@ def _read_attached(run: TrainerState, macro: MacroBatch) -> dict[int, Tensor] | 
     for row, (item, each) in enumerate(zip(macro.items, logps, strict=True)):
         actions = int(np.count_nonzero(stored(item, "action_mask")))
         if each is None or len(each) != actions:
-            raise DataError(
-                f"{macro.name(row)} has {len(each or ())} reference_logps for {actions} action tokens; there must be one each"
-            )
+            raise DataError(f"{macro.name(row)} has {len(each or ())} reference_logps for {actions} action tokens")
         found[row] = _as_column(item, each, run)
     return found
 
@@ -316,10 +314,7 @@ def _sum_rows(by_row: Mapping[int, Tensor], macro: MacroBatch) -> NDArray[np.flo
     sums = np.add.reduceat(values, starts)
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):
-        raise DataError(
-            f"the log-probabilities of {macro.name(int(wrong[0]))} under the reference, or under the policy, are not all finite; a "
-            "model has to give every sampled token a probability: check its weights, its vocabulary and the precision"
-        )
+        raise DataError(f"log-probabilities of {macro.name(int(wrong[0]))} are not all finite; check the policy and reference")
     return sums
 
 

@@ -125,10 +125,7 @@ class AttachedReference:
     def logps(self, micro_batch: MicroBatch) -> Tensor:
         """Raises DataError: the trainer asks only for samples without them."""
         names = shorten_names(micro_batch.sample_names, limit=3)
-        raise DataError(
-            f"of the batch with {names} not every sample has reference_logps, and the reference is AttachedReference; set "
-            "SampleAttachments.reference_logps on each, or pass reference=FrozenModel(model, cfg)"
-        )
+        raise DataError(f"{names}: not every sample has reference_logps; set them, or pass reference=FrozenModel(model, cfg)")
 
 
 class CachedReference:
@@ -224,10 +221,7 @@ def resolve_reference(
     if not algo.reads_reference:
         return None
     if model is None or not has_adapters(unwrap_model(model)):
-        raise ConfigError(
-            f"{algo.name} reads a reference, and the model has no adapters that could be switched off; "
-            "pass reference=FrozenModel(model, cfg) to Trainer, or set beta and reference_kl to 0"
-        )
+        raise ConfigError(f"{algo.name} reads a reference, and the model has no adapters; pass reference=FrozenModel(model, cfg)")
     return WithoutAdapters(backend)
 
 
@@ -267,9 +261,7 @@ class PrecomputedReference:
             values = score_actions(batch, cfg, forward, trees=trees)
             for row, (item, logps) in enumerate(zip(batch.items, values, strict=True)):
                 if not bool(torch.isfinite(logps).all()):
-                    raise DataError(
-                        f"the reference gives {batch.name(row)} log-probabilities that are not all finite; check its weights and dtype"
-                    )
+                    raise DataError(f"the reference gives {batch.name(row)} log-probabilities that are not all finite; check it")
                 known[item_key(item)] = logps
         return cls(known)
 
@@ -281,10 +273,7 @@ class PrecomputedReference:
         rows = [self._known.get(key) for key in keys]
         missing = [name for name, row in zip(micro_batch.sample_names, rows, strict=False) if row is None]
         if missing:
-            raise DataError(
-                f"there are no reference log-probabilities of {missing[0]}: they were computed for other samples, or for another "
-                "max_seq_len; compute them for all samples that are trained or measured"
-            )
+            raise DataError(f"no reference log-probabilities of {missing[0]}; compute them for all samples at this max_seq_len")
         return place_actions([row for row in rows if row is not None], micro_batch)
 
     def of_item(self, item: SAWItem) -> Tensor:
@@ -324,9 +313,7 @@ class PrecomputedReference:
         except (KeyError, RuntimeError, TypeError):
             fits = types = False
         if not (fits and types and wanted in (None, _hash(tensors))):
-            raise CheckpointError(
-                f"{path} does not hold the reference log-probabilities as written; delete it, and a resumed run computes them again"
-            )
+            raise CheckpointError(f"{path} does not hold the reference log-probabilities as written; delete it")
         parts = logps.split(counts.tolist())
         return cls({bytes(key.numpy().tobytes()): part.clone() for key, part in zip(keys, parts, strict=True)})
 

@@ -103,13 +103,10 @@ class ThreadedCalls:
                 self._hung.discard(call)
             if self.hung > self.max_hung:
                 raise RewardsHung(
-                    f"{self.hung} calls of reward functions have not returned {timeout_s:g} s after they began, the last one of {name}; "
-                    f"their threads cannot be ended, and at most {self.max_hung} may hang. Give the function a deadline of its own "
-                    "(subprocess.run(timeout=), requests.get(timeout=)), or raise reward_timeout_s if it is only slow"
+                    f"{self.hung} calls of reward functions have not returned after {timeout_s:g} s, the last one of {name}; at most "
+                    f"{self.max_hung} may hang. Give the function a deadline of its own, or raise reward_timeout_s"
                 ) from error
-            raise RewardDeadlineExceeded(
-                f"it took longer than {timeout_s:g} s (reward_timeout_s); its thread cannot be ended and goes on"
-            ) from error
+            raise RewardDeadlineExceeded(f"it took longer than reward_timeout_s ({timeout_s:g} s), and it goes on") from error
 
 
 def is_coroutine_function(function: Callable[..., object]) -> bool:
@@ -196,9 +193,7 @@ class RewardFunctions:
         if not self.functions:
             raise ConfigError("there must be at least one reward function")
         if len(self.weights) != len(self.functions):
-            raise ConfigError(
-                f"there are {len(self.weights)} weights for {len(self.functions)} reward functions; give one for each"
-            )
+            raise ConfigError(f"there are {len(self.weights)} weights for {len(self.functions)} reward functions; give one each")
         if not all(map(math.isfinite, self.weights)):
             raise ConfigError(f"the weights of reward functions must be finite, got {self.weights}")
         self.names = name_functions(self.functions)
@@ -376,10 +371,7 @@ def find_row(rollout: Rollout) -> Mapping[str, Any]:
     places = [step.info for step in reversed(rollout.steps)] + [rollout.meta.get("request_meta") or {}]
     row = next((place["row"] for place in places if "row" in place), None)
     if row is None or "prompt" not in row:
-        raise DataError(
-            f"rollout {rollout.id} does not carry the row it was played on; play it with PromptEnv, or put the row with its prompt into "
-            "the meta of the request as 'row'"
-        )
+        raise DataError(f"rollout {rollout.id} does not carry the row it played; use PromptEnv, or set 'row' in request.meta")
     return dict(row)
 
 
@@ -422,10 +414,7 @@ def check_rewards(name: str, returned: Any, expected: int) -> list[Reward]:
     if not isinstance(returned, list | tuple):
         raise DataError(f"it returned {type(returned).__name__}; it must return a list with one reward for each completion")
     if len(returned) != expected:
-        raise WrongLength(
-            f"reward function {name} returned {len(returned)} rewards for {expected} completions; return one for each, None where it "
-            "does not apply"
-        )
+        raise WrongLength(f"reward function {name} returned {len(returned)} rewards for {expected} completions; return one each")
     return [_reward(element) for element in returned]
 
 

@@ -122,9 +122,7 @@ class RewardModelScorer:
                 batch = [each if isinstance(each, str) else list(each) for each in inputs]
                 scores = await await_if_needed(self.client.score_batch(batch, normalize=self.normalize))
             if len(scores) != len(inputs):
-                raise GradingError(
-                    f"the reward model returned {len(scores)} scores for {len(inputs)} inputs; there must be one for each"
-                )
+                raise GradingError(f"the reward model returned {len(scores)} scores for {len(inputs)} inputs, not one each")
             return [
                 score if math.isfinite(score) else GradingError(f"the reward model gave {score}; a score must be finite")
                 for score in map(float, scores)

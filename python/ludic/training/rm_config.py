@@ -51,9 +51,7 @@ class RMTrainerConfig(TrainerConfig):
         if self.rm_pair_aware:
             check_pair_budget(self)
         if self.packing == "padding_free":
-            raise ConfigError(
-                "packing=padding_free gives a reward model one score for all samples of a row; use optimal or greedy"
-            )
+            raise ConfigError("packing=padding_free gives a reward model one score for all samples; use optimal or greedy")
         missing = [key for key in PREFERENCE_KEYS if key not in self.rm_meta_keys]
         if self.rm_pair_aware and missing:
             raise ConfigError(f"rm_meta_keys {tuple(self.rm_meta_keys)} must have {', '.join(missing)}; pairs are found by them")
@@ -81,7 +79,4 @@ class DPOTrainerConfig(TrainerConfig):
 def check_pair_budget(cfg: TrainerConfig) -> None:
     """Raise `BudgetError` unless two rows of `max_seq_len` tokens fit into the budget."""
     if cfg.micro_token_budget < 2 * cfg.max_seq_len:
-        raise BudgetError(
-            f"micro_token_budget ({cfg.micro_token_budget}) must be >= 2 * max_seq_len ({cfg.max_seq_len}): a pair has two rows; "
-            "raise the budget or lower max_seq_len"
-        )
+        raise BudgetError(f"micro_token_budget ({cfg.micro_token_budget}) must be >= 2 * max_seq_len ({cfg.max_seq_len})")

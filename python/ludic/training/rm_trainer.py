@@ -78,17 +78,12 @@ class RMTrainer(Trainer):
         trained too. `options`: other arguments of `Trainer`."""
         cfg = RMTrainerConfig() if cfg is None else cfg
         if not isinstance(cfg, RMTrainerConfig):
-            raise ConfigTypeError(
-                f"RMTrainer needs an RMTrainerConfig, which has the settings of pairs, not a {type(cfg).__name__}"
-            )
+            raise ConfigTypeError(f"RMTrainer needs an RMTrainerConfig, not a {type(cfg).__name__}")
         if evaluator is not None and eval_items is not None:
             raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
         loss = adapted_loss(algo)
         if not cfg.rm_pair_aware and loss.normalizer == "pairs":
-            raise ConfigError(
-                f"{loss_name(loss)} compares the two samples of a pair, which must be in the same micro-batch; leave rm_pair_aware on, or "
-                "pass a loss of single samples"
-            )
+            raise ConfigError(f"{loss_name(loss)} compares the samples of a pair; leave rm_pair_aware on, or use another loss")
         _check_source(batch_source, cfg)
         if model is not None:
             _check_model(model, loss, cfg)
@@ -209,10 +204,7 @@ def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
     if not dropped or (cfg.rm_require_complete_pairs and cfg.rm_drop_incomplete_pairs):
         return
     argument = "drop_incomplete" if cfg.rm_require_complete_pairs else "require_complete"
-    raise ConfigError(
-        f"the batch source has dropped {dropped} incomplete pairs, and rm_{argument}_pairs is off; pass {argument}=False to "
-        "preference_batches as well"
-    )
+    raise ConfigError(f"the source dropped {dropped} incomplete pairs and rm_{argument}_pairs is off; pass it {argument}=False")
 
 
 def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
@@ -226,7 +218,4 @@ def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
         raise ConfigError(f"the model has num_labels ({config.num_labels}); a reward model has 1, load it with num_labels=1")
     pad = getattr(config, "pad_token_id", None)
     if pad != cfg.pad_token_id:
-        raise ConfigError(
-            f"pad_token_id ({cfg.pad_token_id}) must equal the one of the model's config ({pad}), with which it finds the last token of a "
-            "sample; set both to the tokenizer's"
-        )
+        raise ConfigError(f"pad_token_id ({cfg.pad_token_id}) must equal the model's ({pad}); set both to the tokenizer's")

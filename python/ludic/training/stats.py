@@ -109,9 +109,7 @@ def check_reducers(reducers: Mapping[str, Reducer]) -> None:
         _check_reducer(name, reducer)
         key = _add_prefix(name)
         if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(OWN_PREFIXES):
-            raise ConfigError(
-                f"a reducer cannot be named {name!r}: the trainer itself logs {key}; choose another name, such as {f'my_{name}'!r}"
-            )
+            raise ConfigError(f"a reducer cannot be named {name!r}: the trainer itself logs {key}; choose another name")
 
 
 def _check_reducer(name: str, reducer: Reducer) -> None:
@@ -198,9 +196,7 @@ def aggregate_stats(
         return {}
     sizes = [1] * len(micro_stats_list) if micro_batch_sizes is None else list(micro_batch_sizes)
     if len(sizes) != len(micro_stats_list):
-        raise DataError(
-            f"micro_batch_sizes ({len(sizes)}) must have as many entries as micro_stats_list ({len(micro_stats_list)})"
-        )
+        raise DataError(f"micro_batch_sizes ({len(sizes)}) and micro_stats_list ({len(micro_stats_list)}) must be equally long")
     stats = {**combine_micro_stats(copy_to_host(micro_stats_list), sizes), **batch_stats(saw_batches)}
     unmeasured = {key: 0.0 for key, stat in stats.items() if not stat.weight}
     items = [item for batch in saw_batches for item in batch.items]

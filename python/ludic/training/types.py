@@ -157,10 +157,7 @@ class SampleAttachments:
     def check_sendable(self) -> None:
         """Raise DataError for what no codec of samples carries."""
         if self.reference_logps is not None:
-            raise DataError(
-                "a sample with reference_logps cannot be stored or sent to another process; attach them where the batch is trained, on "
-                "one process and without batches ahead, or score with FrozenModel"
-            )
+            raise DataError("a sample with reference_logps cannot be stored or sent; score it with FrozenModel instead")
 
 
 @lists_when_read("input_ids", "attention_mask", "action_mask")

@@ -119,7 +119,4 @@ def check_precision(model: nn.Module) -> None:
     underflow."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise ConfigError(
-                f"{name} is float16, in which small gradients become zero and large activations infinite; load the model in bfloat16 "
-                "(dtype=torch.bfloat16, or dtype=bfloat16 of a recipe), or in float32"
-            )
+            raise ConfigError(f"{name} is float16 and cannot be trained; load the model with dtype=bfloat16 or dtype=float32")

@@ -75,10 +75,7 @@ def replace_folder_together(target: Path, write: Callable[[Path], None]) -> Iter
         # Not in the next agreement: `write` has others inside, which a rank that raised would miss.
         with ranks.agree(f"looking for {folder.name}"):
             if not folder.is_dir():
-                raise CheckpointError(
-                    f"rank {ranks.rank()} does not see {folder}, which rank 0 made; save checkpoints of a sharded model on a file system "
-                    "that all ranks see"
-                )
+                raise CheckpointError(f"rank {ranks.rank()} does not see {folder}; save on a file system that all ranks see")
         with ranks.agree(f"writing {target.name}"):
             write(folder)
             named_after_this_rank = sorted(folder.glob(f"*-{ranks.rank() + 1:05d}-of-*.safetensors"))

@@ -85,9 +85,7 @@ class SerialWorker:
 
     def _enqueue(self, operation: str, run: Callable[[], None]) -> None:
         if threading.get_ident() == self._thread:
-            raise RuntimeError(
-                f"{operation} was submitted from inside another operation of this backend, which would wait for itself"
-            )
+            raise RuntimeError(f"{operation} was submitted from inside another operation of this backend")
         self._executor.submit(run)
 
     def _run(

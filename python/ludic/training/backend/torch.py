@@ -422,10 +422,8 @@ def parameter_groups(
     """
     heads = find_head_parts(model) if backbone_lr_mult is not None or head_only_weight_decay else []
     if not heads and (backbone_lr_mult is not None or head_only_weight_decay):
-        raise ConfigError(
-            f"{type(model).__name__} has no head ({', '.join(HEAD_NAMES)}) to train at a rate or decay of its own; leave "
-            "use_differential_lr and head_only_weight_decay off"
-        )
+        names = " or ".join(HEAD_NAMES)
+        raise ConfigError(f"use_differential_lr and head_only_weight_decay need a head; {type(model).__name__} has no {names}")
     if backbone_lr_mult is not None and not (math.isfinite(backbone_lr_mult) and backbone_lr_mult >= 0):
         raise ConfigError(f"backbone_lr_mult ({backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
     groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}

@@ -65,10 +65,7 @@ class ItemBatchSource(BatchSourceBase):
         """Return the part of rank `rank` of `world` of each pass."""
         self._rank, self._world = rank, world
         if self.drop_last and self._samples_per_rank < self.batch_size:
-            raise ConfigError(
-                f"drop_last with {len(self)} samples over {world} rank(s) leaves no batch of batch_size ({self.batch_size}); "
-                "lower batch_size or keep the last batch"
-            )
+            raise ConfigError(f"drop_last of {len(self)} samples on {world} ranks leaves no batch (batch_size {self.batch_size})")
         self._passes = Passes(self._samples_per_rank, self._draw_order)
 
     def unshard(self) -> None:
@@ -134,10 +131,7 @@ class ItemBatchSource(BatchSourceBase):
         or the number of ranks differ, since the batches would differ."""
         for name, own in self._identity().items():
             if state.get(name, own) != own:
-                raise ConfigError(
-                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the batches would differ from the "
-                    "run that is resumed; use the same data and settings, or start a new run"
-                )
+                raise ConfigError(f"the saved {name} is {state[name]}, here it is {own}; use the same data and settings")
         self.batches = int(state["batches"])
 
     def _identity(self) -> dict[str, Any]:

@@ -69,9 +69,7 @@ class OfflineBatchSource(ItemBatchSource):
         ]
         retained = items if self.sample_filter is None else [item for item in items if self.sample_filter(item)]
         if not retained:
-            raise DataError(
-                f"sample_filter dropped all {len(items)} samples of {len(rollouts)} rollouts; nothing is left to train on"
-            )
+            raise DataError(f"sample_filter dropped all {len(items)} samples of {len(rollouts)} rollouts")
         self.num_rollouts, self.num_samples_filtered = len(rollouts), len(items) - len(retained)
         super().__init__(retained, batch_size=self.batch_size, shuffle=self.shuffle, seed=self.seed, drop_last=self.drop_last)
 
@@ -109,19 +107,13 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
         where = f"rollout {rollout.id}, step {step.index}"
         messages = step.info.get("chat_prompt_messages")
         if not messages:
-            raise DataError(
-                f"{where} has no chat_prompt_messages in its info; record them with the rollout, or train on its token trace "
-                "(step_to_item=sample_from_step)"
-            )
+            raise DataError(f"{where} has no chat_prompt_messages in its info; record them, or use step_to_item=sample_from_step")
         answer = step.info.get("chat_completion") or {"role": "assistant", "content": step.action}
         arguments = read_template_kwargs(step.info, where)
         prompt = apply_template(tokenizer, messages, prompt=True, where=where, **arguments)
         full = apply_template(tokenizer, [*messages, answer], prompt=False, where=where, **arguments)
         if full[: len(prompt)] != prompt:
-            raise DataError(
-                f"{where}: the token ids of the prompt are not a prefix of the ids of prompt and completion, so no mask would be correct; "
-                "train on the token trace (step_to_item=sample_from_step), or use a template that does not rewrite the prompt"
-            )
+            raise DataError(f"{where}: the prompt's token ids are not a prefix of the whole; use step_to_item=sample_from_step")
         end = find_turn_end(tokenizer).find(full, len(prompt))
         if end == len(prompt):
             raise DataError(f"{where} has an empty completion: the template adds no token to the prompt")

@@ -212,6 +212,4 @@ def _decode_pending(encoded: Any) -> list[SAWBatch]:
             raise DataError(f"they have version 1, this ludic reads {VERSION}")
         return [decode_batch(*map(base64.b64decode, parts)) for parts in encoded]
     except (DataError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the pending batches of the checkpoint cannot be read: {error}; resume it with the ludic that saved it"
-        ) from error
+        raise CheckpointError(f"the pending batches cannot be read: {error}; resume with the ludic that saved them") from error

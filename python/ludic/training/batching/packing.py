@@ -273,10 +273,7 @@ def _read_item_fractions(item: SAWItem, row: int) -> Tensor:
         raise DataError(f"sample {row} has {len(values)} action_fractions for {actions} action tokens; there must be one each")
     wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
     if len(wrong):
-        raise DataError(
-            f"action_fractions[{wrong[0]}] of sample {row} is {values[wrong[0]]} in float32; it must be a finite number > 0: a token "
-            "that does not count has 0 in the action mask"
-        )
+        raise DataError(f"action_fractions[{wrong[0]}] of sample {row} is {values[wrong[0]]}; it must be a finite float32 > 0")
     return torch.from_numpy(values[int(mask[:1].any()) :].copy())  # the first token of a sample has no prediction
 
 

@@ -138,11 +138,9 @@ def validate_preference_batch(items: Sequence[SAWItem], *, required_keys: Sequen
     if {"pair_id", "role"} <= meta.keys():
         pairs, _ = _core.group_pairs(meta["pair_id"], meta["role"])
         for chosen, rejected in pairs if "label" in meta else ():
-            if meta["label"][chosen] != meta["label"][rejected]:
-                raise DataError(
-                    f"pair {meta['pair_id'][chosen]!r} has the labels {meta['label'][chosen]} and {meta['label'][rejected]}; its two "
-                    "samples must have one label"
-                )
+            label, other = meta["label"][chosen], meta["label"][rejected]
+            if label != other:
+                raise DataError(f"pair {meta['pair_id'][chosen]!r} has the labels {label} and {other}; they must be equal")
 
 
 def count_pairs_in_items(items: Sequence[SAWItem]) -> int:

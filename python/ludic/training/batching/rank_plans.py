@@ -149,8 +149,5 @@ def all_have_samples(digest: int | None, device: torch.device | str) -> bool:
     number = float(digest or 0)
     failed, largest, smallest = ranks.max_over_ranks([float(digest is None), number, -number], device)
     if not failed and largest != -smallest:
-        raise RankError(
-            "the ranks got the same batch and have different samples of it after preprocessing; a preprocess function must not "
-            "depend on the rank, on random numbers or on the order of sets"
-        )
+        raise RankError("preprocessing gave the ranks different samples; it must not depend on the rank, chance or set order")
     return not failed

@@ -205,9 +205,7 @@ def encode_batch(batch: SAWBatch, *, is_exact: bool = False) -> tuple[bytes, byt
         return _ENCODER.encode(_Batch(VERSION, packed, batch.meta, arrays)), table
     except _REFUSED as error:
         aim = "stored" if is_exact else "sent to other ranks"
-        raise DataError(
-            f"{_find_refused(batch)} cannot be {aim} ({error}); make it of numbers, text, lists and dictionaries"
-        ) from error
+        raise DataError(f"{_find_refused(batch)} cannot be {aim} ({error}); use numbers, text, lists and dictionaries") from error
 
 
 def decode_batch(head: bytes | memoryview, table: bytes | memoryview) -> SAWBatch:

@@ -235,10 +235,7 @@ class GatheredBatches(BatchSourceBase):
     def __init__(self, inner: BatchSource) -> None:
         self._inner = as_batch_source(inner)
         if ranks.is_distributed() and self._inner.shards_across_ranks is False:
-            raise ConfigError(
-                f"{type(inner).__name__} gives all ranks the same samples, so that each would be trained {ranks.world_size()} times; "
-                "use SharedBatches, or give each rank samples of its own and set shards_across_ranks=True"
-            )
+            raise ConfigError(f"{type(inner).__name__} gives all {ranks.world_size()} ranks the same samples; use SharedBatches")
         if ranks.is_distributed() and self._inner.shards_across_ranks is None and ranks.rank() == 0:
             logger.warning(
                 "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each is trained %d times. Set "
@@ -295,10 +292,7 @@ def _check_names(batches: Sequence[SAWBatch]) -> None:
     for rank, batch in enumerate(batches):
         for kind, name in dict.fromkeys(unit_key(item, row) for row, item in enumerate(batch.items)):
             if kind in ("group", "pair") and ranks_of.setdefault((kind, name), rank) != rank:
-                raise DataError(
-                    f"the {kind} {name!r} is on the ranks {ranks_of[kind, name]} and {rank}; give each rank's source other names, "
-                    "for example with the rank in them, or other samples"
-                )
+                raise DataError(f"the {kind} {name!r} is on ranks {ranks_of[kind, name]} and {rank}; give each rank other names")
 
 
 _ADDED = ("target_rollouts", "played_rollouts", "batch_size", "seed/without_plain")

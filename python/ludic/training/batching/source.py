@@ -83,10 +83,7 @@ class BatchSourceBase:
         batch. Raises ConfigError for a source that gives each rank its own samples and cannot do
         so."""
         if self.shards_across_ranks:
-            raise ConfigError(
-                f"{type(self).__name__} gives each rank its own samples (shards_across_ranks), so SharedBatches would use the samples of "
-                "rank 0 alone; pass it to the trainer as it is, or let it return all samples"
-            )
+            raise ConfigError(f"{type(self).__name__} sets shards_across_ranks; pass it to the trainer without SharedBatches")
 
 
 OPTIONAL_MEMBERS = tuple(name for name in vars(BatchSourceBase) if not name.startswith("_") and name != "next_batch")

@@ -148,10 +148,7 @@ class Callbacks:
         at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: names)
         with ranks.agree("comparing the callbacks of the ranks"):
             if names != at_rank_0:
-                raise ConfigError(
-                    f"rank {ranks.rank()} has the callbacks {names}, and rank 0 {at_rank_0}; pass the same callbacks on all"
-                    " ranks: rank 0 alone calls them"
-                )
+                raise ConfigError(f"rank {ranks.rank()} has the callbacks {names}, rank 0 {at_rank_0}; use the same on all ranks")
         self.stop: Stop | None = None
         """Why the run ended before its last step; None if no callback ended it."""
         self.saves = False
@@ -333,9 +330,7 @@ def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None
     names = [callback.name for callback in callbacks]
     for callback in callbacks:
         if names.count(callback.name) > 1:
-            raise ConfigError(
-                f"two callbacks have the name {callback.name!r}, under which a checkpoint has their state; leave one out"
-            )
+            raise ConfigError(f"two callbacks have the name {callback.name!r}; leave one out")
         if callback.needs_checkpoints and checkpointer is None:
             raise ConfigError(f"the callback {callback.name!r} needs checkpoints; pass checkpointer= or checkpoint_config=")
         if callback.needs_full_checkpoints and checkpointer is not None and checkpointer.cfg.layout == "shallow":
@@ -352,11 +347,6 @@ def check_watched(callbacks: Sequence[Callback], every: int | None, *, measured:
         if metric is None:
             continue
         if not every:
-            raise ConfigError(
-                f"the callback {callback.name!r} reads {metric} of evaluations, and there are none; set eval_every_n_steps (in a recipe "
-                "trainer.eval_every_n_steps), and pass an evaluator to a Trainer"
-            )
+            raise ConfigError(f"the callback {callback.name!r} reads {metric}; set eval_every_n_steps and pass an evaluator")
         if measured is not None and bare_name(metric) not in measured:
-            raise ConfigError(
-                f"the callback {callback.name!r} reads {metric}, which this run does not measure; it measures {', '.join(measured)}"
-            )
+            raise ConfigError(f"the callback {callback.name!r} reads {metric}, and this run measures {', '.join(measured)}")

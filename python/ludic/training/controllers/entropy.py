@@ -71,11 +71,8 @@ def as_schedule(target: float | EntropySchedule) -> EntropySchedule:
 
 def check_reachable(target: EntropySchedule, group_size: int) -> None:
     """Raise ConfigError for a target above log(group_size), the entropy of equal weights."""
-    if target.highest > math.log(group_size):
-        raise ConfigError(
-            f"the entropy target ({target.highest:g} nats) must be at most log(group_size) = log({group_size}) = "
-            f"{math.log(group_size):.4f}, the entropy of equal weights; lower the target or sample larger groups"
-        )
+    if target.highest > (most := math.log(group_size)):
+        raise ConfigError(f"entropy target ({target.highest:g}) must be at most log(group_size) = log({group_size}) = {most:g}")
 
 
 class EntropyController:
@@ -115,9 +112,7 @@ class EntropyController:
         if not 0 < least <= self.most:
             raise ConfigError(f"least ({least}) must be > 0, since log tau is what changes, and not above most ({most})")
         if not least <= float(tau) <= self.most:
-            raise ConfigError(
-                f"tau ({float(tau)}) must begin within [{least}, {self.most}], the bounds of the entropy controller"
-            )
+            raise ConfigError(f"tau ({float(tau)}) must begin within the bounds [{least}, {self.most}]")
         if warmup_steps < -1:
             raise ConfigError(f"warmup_steps ({warmup_steps}) must be >= 0, or -1 for the warm-up of the learning rate")
         if not 0 <= ema_decay < 1:

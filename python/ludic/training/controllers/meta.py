@@ -41,8 +41,7 @@ class Moments:
         gradient has."""
         if not (math.isfinite(self.first) and 0 <= self.second < math.inf and self.steps >= 0) or self.steps != int(self.steps):
             raise ValueError(
-                f"first ({self.first}) must be finite, second ({self.second}) finite and >= 0, and steps ({self.steps}) a whole "
-                "number of at least 0"
+                f"first ({self.first}) must be finite, second ({self.second}) finite and >= 0, steps ({self.steps}) whole and >= 0"
             )
 
     def add(self, gradient: float) -> float:
@@ -166,16 +165,11 @@ class MetaController:
         if not self._parameters:
             raise ConfigError("the learning rates of the meta-controller are 0; set lr, tau_lr or beta_lr, or leave it out")
         if self._tau is None and (self.method != "analytic" or self.entropy_target is not None or self.kl_signal != "policy"):
-            raise ConfigError(
-                "without tau there are no listwise weights, so the meta-controller can only steer beta by the measured KL: "
-                "method='analytic', kl_signal='policy' and kl_target"
-            )
+            raise ConfigError("without tau, only beta can be steered: set method='analytic', kl_signal='policy' and kl_target")
         for name, parameter in self._parameters.items():
             value = float(parameter.coefficient)
             if not parameter.least <= value <= parameter.most:
-                raise ConfigError(
-                    f"{name} ({value}) must begin within [{parameter.least}, {parameter.most}], the bounds of the meta-controller"
-                )
+                raise ConfigError(f"{name} ({value}) must begin within the bounds [{parameter.least}, {parameter.most}]")
 
     def update(self, seen: Observation) -> dict[str, float]:
         """Set tau and beta. Returns loss and gradients, and whether a bound held a value back."""

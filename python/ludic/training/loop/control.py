@@ -42,10 +42,7 @@ class Control:
         check_controllers(self.controllers, self.coefficients)
         reading = [controller.name for controller in self.controllers if controller.reads_kl]
         if reading and not algo.reads_reference:
-            raise ConfigError(
-                f"the controller {reading[0]!r} reads the KL to a reference, which {algo.name} does not measure; begin with beta or "
-                "reference_kl above 0"
-            )
+            raise ConfigError(f"the controller {reading[0]!r} reads the KL and {algo.name} has none; set beta or reference_kl")
         if isinstance(algo.batch_credit, ListwiseCredit):
             for controller in self.controllers:
                 if isinstance(controller, EntropyController | MetaController) and controller.entropy_target is not None:
@@ -90,9 +87,7 @@ class Control:
                 try:
                     controller.load_state_dict(state[controller.name])
                 except (KeyError, TypeError, ValueError) as error:
-                    raise CheckpointError(
-                        f"the state of the controller {controller.name!r} in the checkpoint is invalid: {error}"
-                    ) from error
+                    raise CheckpointError(f"the controller {controller.name!r} in the checkpoint is invalid: {error}") from error
 
     def files(self, step: int) -> dict[str, Any]:
         """The argument `files` of `CheckpointManager.save_backend` after `step` steps:
@@ -114,13 +109,8 @@ def check_controllers(controllers: Sequence[Controller], coefficients: Mapping[s
         for role, coefficient in controller.coefficients.items():
             found = next((known for known in coefficients if coefficients[known] is coefficient), None)
             if found is None:
-                raise ConfigError(
-                    f"the controller {controller.name!r} sets a {role} that is not the algorithm's; pass it one of algo.coefficients, "
-                    f"which are: {', '.join(coefficients) or 'none'} (beta is one if it begins above 0)"
-                )
+                allowed = ", ".join(coefficients) or "none"
+                raise ConfigError(f"the {role} of the controller {controller.name!r} must be one of algo.coefficients: {allowed}")
             if found in taken:
-                raise ConfigError(
-                    f"the controllers {taken[found]!r} and {controller.name!r} both set {found}; keep one of them (the meta-controller "
-                    "replaces the other two)"
-                )
+                raise ConfigError(f"the controllers {taken[found]!r} and {controller.name!r} both set {found}; keep one of them")
             taken[found] = controller.name

@@ -47,9 +47,7 @@ def find_direction(metric: str, mode: Literal["auto", "min", "max"], *, setting:
     implied: Literal["min", "max"] | None = "min" if words & _MIN_WORDS else "max" if words & _MAX_WORDS else None
     if mode == "auto":
         if implied is None:
-            raise ConfigError(
-                f"{setting} ({metric}) does not tell whether it is better when it is small or large; set {mode_setting} to min or max"
-            )
+            raise ConfigError(f"{setting} ({metric}) does not tell whether lower is better; set {mode_setting} to min or max")
         return implied
     if implied is not None and implied != mode:
         raise ConfigError(f"{mode_setting} ({mode}) would stop a model whose {metric} improves; set {implied}, or leave it out")
@@ -62,9 +60,7 @@ def check_early_stopping(cfg: TrainerConfig) -> None:
     if cfg.early_stopping_patience is None:
         return
     if cfg.eval_every_n_steps is None:
-        raise ConfigError(
-            f"early_stopping_patience ({cfg.early_stopping_patience}) counts evaluations, and there are none; set eval_every_n_steps"
-        )
+        raise ConfigError(f"early_stopping_patience ({cfg.early_stopping_patience}) needs evaluations; set eval_every_n_steps")
     metric_direction(cfg)
 
 

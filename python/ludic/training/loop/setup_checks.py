@@ -28,9 +28,7 @@ def check_setup(
     check_early_stopping(cfg)
     check_reducers(reducers)
     if publisher is None and cfg.was_set("sync_every_steps") and cfg.sync_every_steps > 1:
-        raise ConfigError(
-            f"sync_every_steps ({cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
-        )
+        raise ConfigError(f"sync_every_steps ({cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher= or set it to 0")
     if publisher is None and cfg.was_set("sync_every_steps") and cfg.sync_every_steps == 1:
         logger.warning(
             "sync_every_steps=1 without a PolicyPublisher: nothing is published; pass publisher=, or sync_every_steps=0"
@@ -50,9 +48,7 @@ def check_backend(cfg: TrainerConfig, backend: object, *, checkpoints: bool) -> 
         needed += ["snapshot_weights", "restore_weights"]
     missing = [name for name in needed if not callable(getattr(backend, name, None))]
     if missing:
-        raise ConfigError(
-            f"backend ({type(backend).__name__}) has no {', '.join(missing)}, which this run needs; see TrainingBackend"
-        )
+        raise ConfigError(f"backend ({type(backend).__name__}) has no {', '.join(missing)}; see TrainingBackend")
 
 
 def check_ranks(source: BatchSource) -> None:
@@ -64,10 +60,7 @@ def check_ranks(source: BatchSource) -> None:
     name, world = type(source).__name__, ranks.world_size()
     shared = as_batch_source(source).shards_across_ranks
     if shared is False:
-        raise ConfigError(
-            f"batch_source ({name}) gives each of {world} ranks the same prompts; wrap it in SharedBatches, which divides them over the "
-            "ranks, or give each rank its own prompts and seeds in requests_fn and set shards_across_ranks=True"
-        )
+        raise ConfigError(f"batch_source ({name}) gives each of {world} ranks the same prompts; wrap it in SharedBatches")
     if shared is None and ranks.rank() == 0:
         logger.warning(
             "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each gradient is computed %d "

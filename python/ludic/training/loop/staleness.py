@@ -58,12 +58,10 @@ def check_lag(cfg: TrainerConfig, ahead: int) -> None:
 
     Example: 1 batch ahead, published every 2 steps: a batch is up to 1 + 2 - 1 = 2 versions old.
     """
-    oldest = ahead + max(1, cfg.sync_every_steps) - 1
+    every = cfg.sync_every_steps
+    oldest = ahead + max(1, every) - 1
     if ahead and cfg.max_lag is not None and cfg.max_lag < oldest:
-        raise ConfigError(
-            f"max_lag ({cfg.max_lag}) would drop batches that are begun {ahead} ahead with sync_every_steps "
-            f"({cfg.sync_every_steps}) and are up to {oldest} versions old; raise it to {oldest}, or begin fewer ahead"
-        )
+        raise ConfigError(f"max_lag ({cfg.max_lag}) must be >= {oldest} at {ahead} batches ahead and sync_every_steps ({every})")
 
 
 class BatchFetcher:
@@ -113,9 +111,8 @@ class BatchFetcher:
                 )
         cfg = self._run.cfg
         raise EmptyBatchError(
-            f"{cfg.max_empty_batches} batches in a row had no sample to train on: of {fetched} samples, {stale} were older "
-            f"than max_lag ({cfg.max_lag}), preprocessing and truncation dropped the rest{too_long}; check the source and the "
-            "filters, or raise max_empty_batches"
+            f"{cfg.max_empty_batches} batches in a row had no sample to train on: of {fetched} samples, {stale} were older than "
+            f"max_lag ({cfg.max_lag}), the rest was filtered or too long{too_long}; check the filters or raise max_empty_batches"
         )
 
     async def _prepare(self, batch: SAWBatch) -> tuple[SAWBatch, MacroBatch]:

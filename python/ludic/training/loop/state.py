@@ -104,10 +104,7 @@ def _find_common_position(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any] 
     no other rank, nor a source that ranks share, could go on with all of it."""
     positions = [_remove_pending(state.get(SOURCE)) for state in saved]
     if any(position != positions[0] for position in positions):
-        raise CheckpointError(
-            f"the checkpoint has the data positions of {len(saved)} ranks, which differ, and there are {ranks.world_size()} now; resume "
-            f"on {len(saved)} ranks with a source for each, or use a source that shares its data out over the ranks"
-        )
+        raise CheckpointError(f"resume on {len(saved)} ranks, not {ranks.world_size()}: their saved data positions differ")
     return positions[0]
 
 

@@ -148,10 +148,7 @@ class SharedContext:
     def sampler_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token as the sampler reported it."""
         if "actor_logps" not in self.batch:
-            raise DataKeyError(
-                "the batch has no actor_logps, the log-probabilities of the sampled tokens; sample with ReturnSpec.for_rl(), or set "
-                "Sample.rollout_log_probs, so that every sample carries them"
-            )
+            raise DataKeyError("the batch has no actor_logps; sample with ReturnSpec.for_rl() or set Sample.rollout_log_probs")
         return self.read_logps("actor_logps")
 
     @cached_property
@@ -166,10 +163,7 @@ class SharedContext:
         """[B, T - 1] log-probability of each next token under the reference, without gradient. Only
         action tokens have a meaningful value."""
         if "reference_logps" not in self.batch:
-            raise DataKeyError(
-                "the batch has no reference_logps, the log-probabilities of a reference; pass reference= to Trainer, for example "
-                "FrozenModel(model, cfg)"
-            )
+            raise DataKeyError("the batch has no reference_logps; pass reference= to Trainer, such as FrozenModel(model, cfg)")
         return self.read_logps("reference_logps")
 
     @cached_property
@@ -283,9 +277,7 @@ class SharedContext:
         """[B] the same under the old policy: `batch[key]`, the sum of the sampled
         log-probabilities; with a correction the sum of `proximal_logp`."""
         if key not in self.batch:
-            raise DataKeyError(
-                f"the batch has no {key!r}; sample with ReturnSpec.for_rl(), or set Sample.rollout_log_probs, so that collation can add it"
-            )
+            raise DataKeyError(f"the batch has no {key!r}; sample with ReturnSpec.for_rl() or set Sample.rollout_log_probs")
         old: Tensor = self.batch[key]
         if self._correction is not None:
             old = weigh_values(self.proximal_logp, self.token_mask).sum(dim=1)

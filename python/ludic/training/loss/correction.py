@@ -108,9 +108,7 @@ def resolve_correction(correction: Correction | str | None) -> Correction | None
     if not isinstance(correction, str):
         return correction
     if correction not in CORRECTIONS:
-        raise ConfigError(
-            f"correction ({correction!r}) must be one of {', '.join(CORRECTIONS)}, an object with `weights`, or None"
-        )
+        raise ConfigError(f"correction ({correction!r}) must be {', '.join(CORRECTIONS)}, an object with `weights`, or None")
     return CORRECTIONS[correction]()
 
 

@@ -68,15 +68,11 @@ class DPOLoss(ActionLoss):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.beta) and self.beta > 0):
-            raise ConfigError(
-                f"beta ({self.beta}) must be a finite number > 0; it holds the policy to the reference, and 0.1 is customary"
-            )
+            raise ConfigError(f"beta ({self.beta}) must be a finite number > 0; 0.1 is customary")
         if self.loss_type not in get_args(DPOLossType):
             raise ConfigError(f"loss_type ({self.loss_type!r}) must be one of {', '.join(get_args(DPOLossType))}")
         if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing ({self.label_smoothing}) must be in [0, 0.5): the probability that a label is wrong"
-            )
+            raise ConfigError(f"label_smoothing ({self.label_smoothing}) must be in [0, 0.5)")
         if not (math.isfinite(self.nll_coeff) and self.nll_coeff >= 0):
             raise ConfigError(f"nll_coeff ({self.nll_coeff}) must be a finite number >= 0; 0 leaves the term out")
 

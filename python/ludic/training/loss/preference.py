@@ -151,8 +151,7 @@ class BradleyTerryLoss(Loss):
         totals, pairs = shared.totals, len(difference)
         if SQUARED_MARGINS not in totals.measured and totals.num_pairs > pairs:
             raise ConfigError(
-                f"the l2 norm over {totals.num_pairs:.0f} pairs cannot be computed from {pairs} of them: the backend must measure "
-                f"{SQUARED_MARGINS} in a first pass, as TorchBackend does; or use regularization_type='l1'"
+                f"the l2 norm needs {SQUARED_MARGINS} of all {totals.num_pairs:.0f} pairs, not {pairs}; set regularization_type='l1'"
             )
         total = totals.measured.get(SQUARED_MARGINS, squares.detach()).to(squares)
         norm = total.sqrt().clamp(min=torch.finfo(squares.dtype).tiny)
@@ -166,10 +165,7 @@ def preference_scores(shared: SharedContext, score_type: ScoreType) -> Tensor:
         return shared.logp_action()
     logits, rows = shared.logits, num_rows(shared.batch)
     if logits.shape not in ((rows,), (rows, 1)):
-        raise DataError(
-            f"a reward model must return one score per sample, logits [{rows}] or [{rows}, 1], got {tuple(logits.shape)}; load it as "
-            "AutoModelForSequenceClassification with num_labels=1, or use score_type='logprob'"
-        )
+        raise DataError(f"logits must be [{rows}] or [{rows}, 1], got {tuple(logits.shape)}; load the model with num_labels=1")
     return logits.reshape(rows).to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -186,9 +182,7 @@ def find_pairs(batch: Batch) -> tuple[Index, Index, list[float]]:
     """
     meta: Mapping[str, Sequence[Any]] | None = batch.get("meta")
     if meta is None:
-        raise DataError(
-            "the batch has no meta with pair_id, role and label; collate it with collate_preference_items, as RMTrainer does"
-        )
+        raise DataError("the batch has no meta with pair_id, role and label; collate it with collate_preference_items")
     rows = num_rows(batch)
     pair_ids, roles, labels = columns = [list(meta.get(key, ())) for key in ("pair_id", "role", "label")]
     for key, column in zip(("pair_id", "role", "label"), columns, strict=True):

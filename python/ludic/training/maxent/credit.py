@@ -90,10 +90,7 @@ class ListwiseCredit:
         sizes = np.diff(rows.offsets)
         wrong = sizes > self.group_size if self.allow_partial else sizes != self.group_size
         if wrong.any():
-            raise DataError(
-                f"Group size mismatch: a group has {sizes[wrong][0]} rollouts, group_size is {self.group_size}; "
-                "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts or samples"
-            )
+            raise DataError(f"Group size mismatch: a group has {sizes[wrong][0]} rollouts, group_size is {self.group_size}")
         groups = self._groups(candidates, rows)
         utility = candidates.utility[rows.first]
         weights = self._weights(groups, rows, utility)
@@ -133,10 +130,7 @@ class ListwiseCredit:
         if self.sampler_exponent == 0:
             return weights
         if groups.behaviour_logp is None:
-            raise DataError(
-                f"sampler_exponent ({self.sampler_exponent}) reads the sampled log-probabilities, which a sample lacks; "
-                "sample with ReturnSpec.for_rl(), or set it to 0"
-            )
+            raise DataError(f"sampler_exponent ({self.sampler_exponent}) needs actor_logps; sample with ReturnSpec.for_rl()")
         return share_among_best(weights, utility, groups.behaviour_logp, rows.offsets, exponent=self.sampler_exponent)
 
     def _stats(self, candidates: Candidates, groups: CandidateGroups, weights: Column, utility: Column) -> dict[str, float]:
@@ -194,10 +188,8 @@ def _order(candidates: Candidates) -> _Rows:
     wrong = candidates.utility != candidates.utility[first][candidate]
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
-        raise DataError(
-            f"the rows of one rollout have different utilities ({candidates.utility[row]} and "
-            f"{candidates.utility[first[candidate[row]]]}); listwise weights compare whole rollouts: use EpisodicReturn"
-        )
+        one, other = candidates.utility[row], candidates.utility[first[candidate[row]]]
+        raise DataError(f"the rows of one rollout have different utilities ({one} and {other}); use EpisodicReturn")
     tokens = np.bincount(candidate, weights=candidates.token_count, minlength=len(first)).astype(np.float64)
     return _Rows(candidate, first, offsets.astype(np.int64), tokens)
 

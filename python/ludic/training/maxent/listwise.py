@@ -132,9 +132,7 @@ def check_q(temperature: float, epsilon: float, size: int) -> None:
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ConfigError(f"q_temperature ({temperature}) must be a finite number > 0: utilities are divided by it")
     if not 0 < epsilon * size < 1:
-        raise ConfigError(
-            f"q_epsilon ({epsilon}) must be > 0, and below 1 / {size} for groups of {size}: each candidate gets at least that much"
-        )
+        raise ConfigError(f"q_epsilon ({epsilon}) must be > 0 and below 1 / {size} for groups of {size}")
 
 
 def check_tau_beta(tau: float, beta: float) -> None:

@@ -73,9 +73,7 @@ def with_right_layout(cfg: TrainerConfig, model: nn.Module) -> TrainerConfig:
     if reason is None:
         return cfg
     if isinstance(cfg, DPOTrainerConfig | RMTrainerConfig) or ranks.is_distributed():
-        raise ConfigError(
-            f"{reason}, and pairs and several ranks need padding; use another architecture, or one rank without pairs"
-        )
+        raise ConfigError(f"{reason}, and pairs and several ranks need padding; use another architecture")
     _say_once(model, f"only samples of one length are computed together: {reason}")
     return replace(cfg, packing="optimal", overhead_tokens=0)  # the least tokens, so no padding
 

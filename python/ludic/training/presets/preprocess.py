@@ -56,10 +56,7 @@ def check_group_size(group_size: int) -> int:
     """Return `group_size`. Raises ConfigError for 1: an answer that is compared only with itself
     always has advantage 0."""
     if group_size == 1:
-        raise ConfigError(
-            "group_size (1) must be at least 2: an answer is compared with the other answers to its prompt, and the advantage of a "
-            "single answer is always 0; raise it (rollout.group_size in a recipe), or use make_reinforce_baseline"
-        )
+        raise ConfigError("group_size (1) must be at least 2 to compare answers; raise it, or use make_reinforce_baseline")
     return group_size
 
 

@@ -40,8 +40,7 @@ def make_bradley_terry(
     """
     if regularization_lambda is not None and lambda_regularization not in (0.0, regularization_lambda):
         raise ConfigError(
-            f"lambda_regularization ({lambda_regularization}) and regularization_lambda ({regularization_lambda}) are two names of one "
-            "setting; give one of them"
+            f"give lambda_regularization ({lambda_regularization}) or regularization_lambda ({regularization_lambda}), not both"
         )
     loss = BradleyTerryLoss(
         beta=beta,

@@ -261,6 +261,4 @@ MAX_PAYLOAD_BYTES = 16 * 2**20
 def check_size(payload: bytes) -> None:
     """Raise DataError for a payload that no log takes."""
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise DataError(
-            f"an entry of {len(payload)} bytes is larger than {MAX_PAYLOAD_BYTES}; use smaller groups or shorter episodes"
-        )
+        raise DataError(f"an entry of {len(payload)} bytes is larger than {MAX_PAYLOAD_BYTES}; use smaller groups")

@@ -256,10 +256,7 @@ def _check_group(group: Group, limits: EntryLimits, check: SampleCheck | None = 
 
 def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimits) -> None:
     if num_rollouts > limits.max_rollouts or max(num_steps, default=0) > limits.max_steps:
-        raise EntryError(
-            f"the group has {num_rollouts} rollouts of up to {max(num_steps, default=0)} steps; the limits are "
-            f"{limits.max_rollouts} and {limits.max_steps}"
-        )
+        raise EntryError(f"a group of {num_rollouts} rollouts of up to {max(num_steps, default=0)} steps exceeds {limits}")
 
 
 GROUP, SAMPLES = 1, 2
@@ -282,9 +279,7 @@ def seal(kind: int, content: msgspec.Struct, limits: EntryLimits) -> bytes:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise EntryError(f"a group holds a value that cannot be sent: {error}") from error
     if _HEADER.size + len(body) > limits.max_bytes:
-        raise EntryError(
-            f"a group of {len(body)} bytes is larger than the limit of {limits.max_bytes}; play smaller groups, or raise the limit"
-        )
+        raise EntryError(f"a group of {len(body)} bytes is larger than the limit of {limits.max_bytes}; play smaller groups")
     return _HEADER.pack(_MAGIC, VERSIONS[kind], kind, xxhash.xxh3_128_digest(body)) + body
 
 

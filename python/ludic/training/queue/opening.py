@@ -132,11 +132,9 @@ class QueueRetryPolicy:
             except (QueueDataLost, QueueRefused):
                 raise
             except QueueError as error:
-                waited_s = self.clock() - started
-                if waited_s >= self.patience_s:
-                    raise QueueError(
-                        f"{what}: gave up after {waited_s:.0f} s (patience_s is {self.patience_s:g}): {error}"
-                    ) from error
+                waited = self.clock() - started
+                if waited >= self.patience_s:
+                    raise QueueError(f"{what}: gave up after {waited:.0f} s (patience_s {self.patience_s:g}): {error}") from error
                 if not failed:
                     logger.warning("%s: %s; trying again for up to %g s", what, error, self.patience_s)
                 failed = True

@@ -195,12 +195,8 @@ class RedisLog:
         except redis.exceptions.ResponseError as error:
             kind, _, owner = str(error).partition(" script:")[0].partition(" ")
             if kind == "LUDICLOST":
-                raise QueueDataLost(
-                    f"{self!r} has no owner: the server lost its data, or somebody deleted them; claim it again"
-                ) from None
-            raise OwnershipLost(
-                f"{self!r} belongs to {owner}; a queue has one trainer: give this run a name of its own, or stop the other one"
-            ) from None
+                raise QueueDataLost(f"{self!r} has no owner: the server lost its data; claim it again") from None
+            raise OwnershipLost(f"{self!r} belongs to {owner}; give this run a queue name of its own, or stop that one") from None
 
     def _fact(self, name: str) -> bytes | None:
         fact: Any = self._server.call(lambda client: client.hget(self._keys[0], name))
@@ -288,8 +284,7 @@ class RedisConnection:
                     raise refused(self._refusal(error)) from None  # the error itself may show the password
                 if time.monotonic() + pause > deadline:
                     raise QueueError(
-                        f"the queue at {self.shown_url} did not answer within {self._deadline_s:g} s "
-                        f"({self._scrub(error)}); start the server, or check the address and the network"
+                        f"the queue at {self.shown_url} did not answer within {self._deadline_s:g} s ({self._scrub(error)}); is it running?"
                     ) from None
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -337,10 +332,7 @@ class RedisConnection:
             raise QueueRefused(f"the queue at {self.shown_url} is Redis {version}; 6.2 or newer is needed")
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
-            raise QueueRefused(
-                f"the queue at {self.shown_url} has maxmemory-policy {policy}, which deletes entries when memory is short; set it to "
-                "noeviction (`CONFIG SET maxmemory-policy noeviction`, and the same in redis.conf)"
-            )
+            raise QueueRefused(f"the queue at {self.shown_url} has policy {policy}; run CONFIG SET maxmemory-policy noeviction")
         self._checked = True
         if not int(facts.get("aof_enabled", 1)):
             logger.warning(
@@ -393,10 +385,7 @@ def _secrets_of(url: str) -> list[str]:
     except ValueError:
         port = -1
     if port == -1 or "@" in parts.path + parts.query + parts.fragment:
-        raise ConfigError(
-            f"the queue's URL ({shown}) has no readable host and port; write the characters / ? # @ : of a password as %2F %3F %23 "
-            "%40 %3A"
-        )
+        raise ConfigError(f"the queue's URL ({shown}) has no readable host and port; percent-encode / ? # @ : in its password")
     settings = dict(parse_qsl(parts.query))
     unknown = sorted(name for name in settings if not name.startswith("ssl_") and name != "db")
     if unknown:

@@ -178,10 +178,7 @@ class QueueBatchSource(BatchSourceBase):
             raise ConfigError("the checkpoint has no ledger of groups: it was saved by a run without actors; resume it without")
         size = self._arrivals.groups_per_batch
         if state["groups_per_batch"] != size:
-            raise ConfigError(
-                f"the checkpoint has {state['groups_per_batch']} groups in a batch, here there are {size}: numbers would mean other "
-                "prompts; resume with the same number"
-            )
+            raise ConfigError(f"the checkpoint has {state['groups_per_batch']} groups in a batch, here are {size}; use as many")
         self._arrivals.load_state_dict(state)
         self._reader.clear()
         self._batch, self._version = int(state["batch"]), int(state["version"])
@@ -320,9 +317,7 @@ class QueueBatchSource(BatchSourceBase):
                 if healed - seen >= self._patience.patience_s:
                     raise QueueError(f"{what}: no actor has had work for {healed - seen:.0f} s (patience_s); are actors running?")
                 if healed - came >= self._group_timeout_s:
-                    raise QueueError(
-                        f"{what}: actors have work, and none was delivered for {healed - came:.0f} s (group_timeout_s)"
-                    )
+                    raise QueueError(f"{what}: actors have work, none was delivered for {healed - came:.0f} s (group_timeout_s)")
         return groups
 
     async def _give_up(self, groups: Sequence[Group]) -> NoReturn:
@@ -330,10 +325,7 @@ class QueueBatchSource(BatchSourceBase):
         has it played again, and does not read the same failures."""
         await self._forget(self._arrivals.position)
         first = next((failure.error for group in groups for failure in group.played.failures), "no reason is known")
-        raise RolloutError(
-            f"all {len(groups)} groups of batch {self._batch} failed; a batch needs one that did not, and the first error was "
-            f"{first}. Mend its cause and resume the run: what was delivered since its checkpoint is played again"
-        )
+        raise RolloutError(f"all {len(groups)} groups of batch {self._batch} failed; mend the first error and resume: {first}")
 
     async def _forget(self, through: str | None) -> None:
         """Forget the entries up to this position. Tries once: a run that ends must not wait for a

@@ -75,10 +75,7 @@ class SQLiteLog:
             if facts.get("run", run) != run:
                 remaining_s = facts["until_s"] - now
                 if remaining_s > 0 and not facts["closed"]:
-                    raise OwnershipLost(
-                        f"the queue {self.path} belongs to run {facts['run']} for another {remaining_s:.0f} s; stop that run, or "
-                        "give this one a queue of its own"
-                    )
+                    raise OwnershipLost(f"the queue {self.path} belongs to run {facts['run']} for another {remaining_s:.0f} s")
                 _delete_data(db)
             _write_facts(db, owner=owner, run=run, until_s=now + ttl_s, closed=0)
 
@@ -239,13 +236,9 @@ class SQLiteLog:
         with self._transaction(call) as db:
             current = _read_facts(db).get("owner")
             if current is None:
-                raise QueueDataLost(
-                    f"no trainer owns the queue {self.path}: its data are gone; claim it, and offer the missing groups"
-                )
+                raise QueueDataLost(f"no trainer owns the queue {self.path}: its data are gone; claim it and offer its groups")
             if current != owner:
-                raise OwnershipLost(
-                    f"the queue {self.path} was claimed by another trainer ({current}); this one ({owner}) must stop"
-                )
+                raise OwnershipLost(f"the queue {self.path} was claimed by another trainer ({current}); {owner} must stop")
             yield db
 
     @contextmanager
@@ -329,9 +322,7 @@ def _prepare(db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> 
             _write_facts(db, epoch=uuid.uuid4().hex[:12], closed=0, aside=0, claimed=0)
             db.execute(f"pragma user_version = {SCHEMA_VERSION}")
         elif schema != SCHEMA_VERSION:
-            raise QueueRefused(
-                f"the queue {path} has version {schema}, this ludic reads {SCHEMA_VERSION}; delete it, or use that version"
-            )
+            raise QueueRefused(f"the queue {path} has version {schema}, this ludic reads {SCHEMA_VERSION}; delete it")
         if _read_facts(db).get("clock_s", math.inf) > (now := clock()):
             db.execute("update work set until_s = 0, offered_s = ?", (now,))
             _write_facts(db, until_s=0, clock_s=now)

@@ -57,9 +57,7 @@ class RankStore:
         try:
             return operation(*arguments)
         except dist.DistNetworkError as error:
-            raise RankError(
-                "the store of the ranks is gone: the process that served it has ended, which is rank 0 or torchrun; see its output"
-            ) from error
+            raise RankError("the store of the ranks is gone; see the output of rank 0 or torchrun, which served it") from error
 
 
 def open_store(environment: RankEnvironment, timeout_s: float) -> Any:
@@ -89,9 +87,7 @@ def _listen(environment: RankEnvironment) -> int:
         listening = _bind(environment.address, environment.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise RankError(
-                f"port {environment.port}, for the store of the ranks at {where}, is in use; set MASTER_PORT, or ranks.port under Slurm"
-            ) from error
+            raise RankError(f"port {environment.port} of the store ({where}) is in use; set MASTER_PORT or ranks.port") from error
         logger.warning(
             "the store of the ranks listens on all addresses of this machine, since %s is none of them (%s)", where, error
         )
@@ -112,9 +108,6 @@ def _wait_for_port(environment: RankEnvironment, timeout_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > ends:
-                where = f"{environment.address}:{environment.port}"
-                raise RankError(
-                    f"rank {environment.rank} of {environment.world_size} found no store at {where} within {timeout_s:g} s ({error}); is "
-                    "rank 0 running, and can this host reach that address and port?"
-                ) from error
+                found = f"rank {environment.rank} of {environment.world_size} found no store at {environment.address}:{environment.port}"
+                raise RankError(f"{found} within {timeout_s:g} s ({error}); is rank 0 running?") from error
         time.sleep(CONNECT_DELAY_S)

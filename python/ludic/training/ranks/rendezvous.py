@@ -82,8 +82,7 @@ class Rendezvous:
         except TimeoutError:
             missing = [rank for rank in range(self.world_size) if not self._store.has(f"here/{rank}")]
             raise RankError(
-                f"{name_ranks(missing)} of {self.world_size} did not come to the store within {timeout_s:g} s; look at the output of "
-                "these ranks, or raise ranks.rendezvous_timeout_s if their start takes longer"
+                f"{name_ranks(missing)} of {self.world_size} did not come to the store within ranks.rendezvous_timeout_s ({timeout_s:g} s)"
             ) from None
 
     def announce(self) -> None:
@@ -201,8 +200,7 @@ class Rendezvous:
             waited = time.monotonic() - started
             if waited > patience_s:
                 raise RankError(
-                    f"rank {self.rank} waited {waited:.3g} s for rank 0 ({kind} {number}), which gave none; look for the cause there, "
-                    f"or raise patience_s ({patience_s:g} s) if it needs longer"
+                    f"rank {self.rank} waited {waited:.3g} s for rank 0 ({kind} {number}); see it, or raise patience_s ({patience_s:g} s)"
                 )
             await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.001, waited / 20)))
             while_waiting()
@@ -214,10 +212,7 @@ class Rendezvous:
         if message["kind"] == "error":
             raise rebuild_error(message["error"])
         if message["kind"] != kind:
-            raise RankError(
-                f"rank {self.rank} waits for rank 0 ({kind}), which is at another point of the run ({message['kind']}); all ranks must "
-                "call the batch source in the same order"
-            )
+            raise RankError(f"rank {self.rank} is at {kind} and rank 0 at {message['kind']}; call the source in the same order")
         return message
 
     def describe(self, error: BaseException) -> Failure:

@@ -344,8 +344,7 @@ def _name_attempt(environment: RankEnvironment) -> str:
         return "0"
     if environment.num_machines > 1:
         raise ConfigError(
-            f"torchrun's agents on {environment.num_machines} machines keep one store over all starts of the ranks, in which a restart "
-            "meets what was left there; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each machine, with --rdzv-backend c10d"
+            f"torchrun on {environment.num_machines} machines needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
         )
     return environment.attempt
 
@@ -364,8 +363,5 @@ def _choose_device(environment: RankEnvironment) -> None:
         return
     available = torch.cuda.device_count()
     if available > 1 and environment.local_rank >= available:
-        raise ConfigError(
-            f"local rank {environment.local_rank} needs a GPU of its own, and this machine has {available}; start at most {available} "
-            "ranks on it"
-        )
+        raise ConfigError(f"local rank {environment.local_rank} needs a GPU of its own; start at most {available} ranks here")
     torch.cuda.set_device(environment.local_rank if available > 1 else 0)

@@ -35,10 +35,7 @@ def choose_max_lag(over_sampling_factor: float, max_lag: int | None) -> int:
         raise ConfigError(f"over_sampling_factor ({over_sampling_factor}) must be >= 1; 1 samples no more than a batch needs")
     least = math.ceil(over_sampling_factor - 1 - 1e-9)
     if max_lag is not None and max_lag < least:
-        raise ConfigError(
-            f"over_sampling_factor ({over_sampling_factor}) must be <= 1 + max_lag ({1 + max_lag}): the groups beyond a batch are trained "
-            f"later; set max_lag={least}, or lower the factor"
-        )
+        raise ConfigError(f"over_sampling_factor ({over_sampling_factor}) is above 1 + max_lag ({max_lag}); set max_lag={least}")
     return least if max_lag is None else max_lag
 
 

@@ -282,9 +282,7 @@ def select_credit_assigner(algorithm: RLAlgorithm | None, credit_assigner: Credi
     if credit_assigner is not None:
         return credit_assigner
     if algorithm is None:
-        raise ConfigError(
-            "pass credit_assigner or algorithm; the weights of samples are computed from rewards by a credit assigner"
-        )
+        raise ConfigError("pass credit_assigner or algorithm, which computes the weights of samples")
     return algorithm.credit_assigner
 
 

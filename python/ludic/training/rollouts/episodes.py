@@ -77,8 +77,7 @@ def drop_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> Pl
         episode.error = episode.task = None
     if first is not None and not retained:
         raise (GarbageError if isinstance(first, GarbageError) else RolloutError)(
-            f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
-            f"the first error was {describe_error(first)}",
+            f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left: {describe_error(first)}",
             played=PlayedRollouts([], counts, failures, num_requested=len(episodes)),
         ) from first
     rollouts = [rollout for episode in retained for rollout in episode.rollouts]
@@ -220,9 +219,7 @@ def check_rollouts(returned: Any, check: SampleCheck | None = None) -> list[Roll
         raise GarbageError(f"the protocol returned {type(returned).__name__} (TypeError); it must return a list of Rollout")
     for rollout in returned:
         if not isinstance(rollout, Rollout):
-            raise GarbageError(
-                f"the protocol returned a list with an element of type {type(rollout).__name__}; it must be Rollout"
-            )
+            raise GarbageError(f"the protocol returned a list with {type(rollout).__name__}; each element must be Rollout")
         _check_type(rollout.id, str, "the id of a rollout")
         _check_type(rollout.meta, dict, "the meta of a rollout")
         _check_type(rollout.steps, list, "the steps of a rollout")
@@ -233,9 +230,7 @@ def check_rollouts(returned: Any, check: SampleCheck | None = None) -> list[Roll
                 raise GarbageError(f"step {step.index} of rollout {rollout.id} has {fault}")
         indices = [step.index for step in rollout.steps]
         if len(set(indices)) < len(indices):
-            raise GarbageError(
-                f"the steps of a rollout have the indices {indices}; they must be distinct, since weights are assigned by index"
-            )
+            raise GarbageError(f"the steps of a rollout have the indices {indices}; they must be distinct")
     return list(returned)
 
 

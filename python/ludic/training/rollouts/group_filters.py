@@ -123,10 +123,7 @@ class RolloutMember:
         """Ids of the prompt, then of the response."""
         trace = self.rollout.steps[-1].trace if self.rollout.steps else None
         if trace is None:
-            raise DataError(
-                f"the last step of rollout {self.rollout.id} has no token trace, so its length is not known; sample with "
-                "ReturnSpec.for_rl()"
-            )
+            raise DataError(f"the last step of rollout {self.rollout.id} has no token trace; sample with ReturnSpec.for_rl()")
         return [*read_list(trace, "prompt_token_ids"), *read_list(trace, "completion_token_ids")]
 
     @property

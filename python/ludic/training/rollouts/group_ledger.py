@@ -266,11 +266,7 @@ def _encode_prompt(group: Group) -> Any:
             raise ValueError(f"it would come back as {reprlib.repr(copy)}")
         return copy
     except (TypeError, ValueError) as error:
-        raise DataError(
-            f"the prompt of group {group.ordinal} has no form in JSON ({error}), and must be in the state because prompts are not found "
-            "by position; give the buffer `position` and `at(position)`, or use prompts of texts, numbers, lists and mappings "
-            "whose keys are texts"
-        ) from error
+        raise DataError(f"the prompt of group {group.ordinal} is not JSON ({error}); use a buffer with `at(position)`") from error
 
 
 def _has_text_keys(value: Any) -> bool:
@@ -303,20 +299,14 @@ def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_p
     if found != FORMAT or not isinstance(state, Mapping):
         raise ConfigError(f"the saved pool of groups has format {found!r}, this version reads {FORMAT}; take its own checkpoint")
     if state.get("members_per_group") != members_per_group:
-        raise ConfigError(
-            f"the saved groups have {state.get('members_per_group')} members each, here they have {members_per_group}, and a group is "
-            "never split; set the old number, or begin a new run"
-        )
+        raise ConfigError(f"the saved groups have {state.get('members_per_group')} members, not {members_per_group}; set as many")
     ledger = Ledger(members_per_group)
     arrivals = _restore(ledger, state)
     for group, saved in zip(ledger.owed(), state["groups"], strict=True):
         if with_prompts and group.missing and "prompt" not in saved:
             raise damaged(f"group {group.ordinal} has no prompt")
         if not with_prompts and "prompt" in saved:
-            raise ConfigError(
-                f"group {group.ordinal} was saved with its prompt, because the prompts had no positions then, and now they have; load the "
-                "state with the buffer it was saved with, or begin a new run"
-            )
+            raise ConfigError(f"group {group.ordinal} was saved with its prompt; load it with the buffer it was saved with")
         group.members = [value if value is MISSING else _decode(value, i, group, codec) for i, value in enumerate(group.members)]
         group.partials = {i: _decode(value, i, group, codec) for i, value in group.partials.items()}
     return ledger, arrivals

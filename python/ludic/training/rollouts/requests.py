@@ -211,15 +211,10 @@ class SequenceRequests:
         seed differs, since the order would differ."""
         for name, own in (("num_samples", len(self._samples)), ("rng_seed", self._rng_seed)):
             if state.get(name, own) != own:
-                raise ConfigError(
-                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the requests would differ from the "
-                    "run that is resumed; give the same samples and rng_seed, or begin a new run"
-                )
+                raise ConfigError(f"the saved {name} is {state[name]}, here it is {own}; give the same samples and rng_seed")
         position = state.get("position")
         if isinstance(position, bool) or not isinstance(position, int) or position < 0:
-            raise ConfigError(
-                f"the saved position of the requests ({position!r}) must be a whole number >= 0; take an older checkpoint"
-            )
+            raise ConfigError(f"the saved position of the requests ({position!r}) must be a whole number >= 0")
         self.position = position
 
 
@@ -253,10 +248,7 @@ def _strategy_for(group_size: int, inference: InferenceSpec | None) -> RequestSt
     """Raises ConfigError for groups at temperature 0: members differ only in their sampling seed,
     which greedy decoding ignores."""
     if group_size > 1 and inference is not None and inference.sampling.temperature == 0:
-        raise ConfigError(
-            f"group_size ({group_size}) at temperature 0 gives {group_size} equal answers, so all advantages are 0; raise "
-            "inference.sampling.temperature, or set group_size=1"
-        )
+        raise ConfigError(f"group_size ({group_size}) at temperature 0 gives equal answers; raise inference.sampling.temperature")
     return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
 
 
@@ -369,10 +361,7 @@ class RequestsByPosition:
     def _batch_of(self, position: int) -> tuple[int, list[RolloutRequest]]:
         """The batch of a position, requested again. The function's state is then as before."""
         if self._function is None:
-            raise ConfigError(
-                "requests has no state_dict, so the prompts of the groups that were being played are not known any more; give it "
-                "state_dict and load_state_dict, as make_dataset_sequence_requests_fn's has"
-            )
+            raise ConfigError("requests has no state_dict to find the prompts of unfinished groups; add it and load_state_dict")
         index = self._index_of(position)
         if index < 0:
             raise damaged(f"it does not say which requests had position {position}")
@@ -392,10 +381,7 @@ class RequestsByPosition:
         if not isinstance(returned, Sequence):
             if iscoroutine(returned):
                 returned.close()
-            raise ConfigTypeError(
-                f"requests returned {type(returned).__name__}; a rolling source takes requests while groups are played, and needs a plain "
-                "function that returns a list"
-            )
+            raise ConfigTypeError(f"requests returned {type(returned).__name__}; it must be a plain function that returns a list")
         prompts: list[RolloutRequest] = []  # the first request of every group
         sizes: Counter[object] = Counter()
         for request in returned:
@@ -407,10 +393,7 @@ class RequestsByPosition:
                 sizes[group_id] += 1
         wrong = {size for size in sizes.values() if size != self._group_size}
         if wrong:
-            raise ConfigError(
-                f"requests returned a group of {min(wrong)} members, and group_size is {self._group_size}; return one request a prompt "
-                "(group_size=1 there), or groups of that size"
-            )
+            raise ConfigError(f"requests returned a group of {min(wrong)} members; it must have group_size ({self._group_size})")
         return prompts
 
 
@@ -430,6 +413,4 @@ def make_group(request: RolloutRequest, ordinal: int, group_size: int, seed: int
 
 def _check_one_episode(request: RolloutRequest) -> None:
     if request.num_episodes != 1:
-        raise ConfigError(
-            f"a request has num_episodes={request.num_episodes}; set group_size to the number of answers to a prompt"
-        )
+        raise ConfigError(f"a request has num_episodes={request.num_episodes}; set group_size instead")

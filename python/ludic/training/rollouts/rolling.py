@@ -199,9 +199,7 @@ class RollingBatchSource(BatchSourceBase):
         """Continue from `state`. Raises ConfigError, and changes nothing, for a damaged state and
         for the state of another kind of source."""
         if not isinstance(state, Mapping) or "pool" not in state:
-            raise ConfigError(
-                "the checkpoint is of a run without over-sampling and group filter; resume it with its settings, or begin a new run"
-            )
+            raise ConfigError("the checkpoint is of a run without over-sampling and group filter; resume with its settings")
         engine, prompts = state.get("engine"), self._prompts
         wanted = {"pool", "engine", *(["requests"] if isinstance(prompts, RequestsByPosition | Stateful) else [])}
         if set(state) != wanted:

@@ -139,9 +139,7 @@ def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
     if not is_reward(step.reward):
         raise DataError(f"the reward of {where} is {step.reward}; rewards must be finite numbers of float32")
     if step.trace is None:
-        raise DataError(
-            f"Missing rollout-time token trace: {where}; sample with ReturnSpec.for_rl() so that the server returns token ids"
-        )
+        raise DataError(f"Missing rollout-time token trace: {where}; sample with ReturnSpec.for_rl()")
     requested = rollout.meta.get("engine", {}).get("return_spec", {}).get("return_chosen_logprobs", False)
     if requested and stored(step.trace, "completion_logprobs") is None:
         raise DataError(f"{where} has no log-probabilities although they were requested; check that the server returns them")

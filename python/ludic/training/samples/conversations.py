@@ -103,10 +103,7 @@ class _Rendering:
         """Raise DataError if the template leaves out the tools: the model would be trained as if
         there were none."""
         if self._ids(messages, prompt=False) == _render_or_none(self.tokenizer, messages, other_args, self.where):
-            raise DataError(
-                f"{self.where} has tools, which the chat template leaves out, so that the model would not see them; set "
-                "chat_template=FILE.jinja to a template that renders `tools`, or leave the column out"
-            )
+            raise DataError(f"{self.where} has tools, which the chat template leaves out; set chat_template to one with `tools`")
 
     def _ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
         """Return the ids of `messages`; with `prompt`, followed by the header of the assistant's
@@ -133,9 +130,7 @@ class _Rendering:
             end = turn_end.find(up_to_here, start)
             self._check_is_prefix(up_to_here[:end], full, f"the conversation up to message {index}", rewrites=True)
             if end == start:
-                raise RowError(
-                    f"{self.where}: assistant message {index} has no tokens; leave it out of the data", reason="empty_response"
-                )
+                raise RowError(f"{self.where}: assistant message {index} has no tokens", reason="empty_response")
             if turn_end.is_open and up_to_here[end - 1] not in turn_end.ids:
                 if is_last and turn_end.token is not None:
                     full, mask = [*full, turn_end.token], [*mask, 0]
@@ -177,8 +172,7 @@ class _Rendering:
         one_each = spans if len(spans) == len(assistant) else _join_touching(spans)
         if len(one_each) != len(assistant):
             raise DataError(
-                f"{self.where}: the template marks {len(one_each)} spans for {len(assistant)} assistant messages, so it is unknown "
-                "which spans to train; train all (assistant_turns=all), or mark each message once with {% generation %}"
+                f"{self.where}: the template marks {len(one_each)} spans for {len(assistant)} assistant messages; set assistant_turns=all"
             )
         return [span for index, span in zip(assistant, one_each, strict=True) if index in trained]
 
@@ -192,8 +186,7 @@ class _Rendering:
             a, b = offsets[token]
             if a < start or b > end:
                 raise DataError(
-                    f"{self.where}: token {token} ({text[a:b]!r}) lies across the border of a {{% generation %}} block at character "
-                    f"{start if a < start else end}; put the border where the tokenizer splits"
+                    f"{self.where}: token {token} ({text[a:b]!r}) crosses a {{% generation %}} border at {start if a < start else end}"
                 )
         return tokens
 
@@ -210,10 +203,8 @@ class _Rendering:
             else "the template or the tokenizer renders it differently when the answer follows; mark what the assistant says with "
             "{% generation %} in the template"
         )
-        raise DataError(
-            f"{self.where}: {what} must be a prefix of the whole on token ids, and is not from token {at} on "
-            f"({self._excerpt(prefix, at)} became {self._excerpt(full, at)}); {remedy}"
-        )
+        change = f"{self._excerpt(prefix, at)} became {self._excerpt(full, at)}"
+        raise DataError(f"{self.where}: {what} must be a prefix of the whole, and is not from token {at} on ({change}); {remedy}")
 
     def _excerpt(self, ids: Sequence[int], at: int) -> str:
         """Return eight tokens from `at` on, as text if the tokenizer can decode."""
@@ -255,10 +246,7 @@ def check_calls_are_rendered(
     without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
     with_calls = apply_template(tokenizer, messages, prompt=False, where=where, **arguments)
     if with_calls == _render_or_none(tokenizer, without, arguments, where):
-        raise DataError(
-            f"{where} has tool calls, which the chat template leaves out, so that nothing of them would be trained; set "
-            "chat_template=FILE.jinja to a template that renders tool_calls"
-        )
+        raise DataError(f"{where} has tool calls, which the chat template leaves out; set chat_template to one with tool_calls")
 
 
 def _render_or_none(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str, Any], where: str) -> list[int] | None:
@@ -277,9 +265,7 @@ def _render_marked(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(
-            "a template with {% generation %} needs a fast tokenizer, which knows the position of its tokens in the text"
-        )
+        raise ConfigError("a template with {% generation %} needs a fast tokenizer")
     arguments = {**tokenizer.special_tokens_map, **template_args}
     try:
         texts, spans = render_jinja_template(

@@ -89,10 +89,8 @@ class PreferenceItems:
         elif _are_messages(chosen) and _are_messages(rejected):
             samples = self._tokenize_conversations(row, chosen, rejected, where)
         else:
-            raise DataError(
-                f"{where}: chosen and rejected must both be text or both be lists of messages, not {type(chosen).__name__} and "
-                f"{type(rejected).__name__}"
-            )
+            kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
+            raise DataError(f"{where}: chosen and rejected must both be text or both be lists of messages, not {kinds}")
         meta: dict[str, Any] = {"pair_id": pair_id, "label": label}
         if prompt := row.get("prompt"):  # equal for all pairs of a prompt, also where their samples are cut differently
             encoded = json.dumps(prompt, sort_keys=True, default=str).encode()
@@ -112,9 +110,7 @@ class PreferenceItems:
             raise DataError(f"{where}: prompt must be text where the responses are, not {type(prompt).__name__}")
         if self.use_chat_template:
             if not prompt:
-                raise DataError(
-                    f"{where} has no prompt, which use_chat_template needs: without it, the end of the prompt in the text is unknown"
-                )
+                raise DataError(f"{where} has no prompt, which use_chat_template needs")
             for text, role in ((chosen, "chosen"), (rejected, "rejected")):
                 if not text:
                     raise RowError(f"{where} has an empty {role} response; leave the row out", reason="empty_response")
@@ -414,10 +410,7 @@ def check_label(label: Any, where: str) -> float:
 def meta_value(item: SAWItem, row: int, key: str) -> Any:
     """Return `item.meta[key]`. Raises DataKeyError, naming sample `row`, if the key is missing."""
     if key not in item.meta:
-        raise DataKeyError(
-            f"sample {row} has no {key!r} in its meta, which has {', '.join(map(str, item.meta)) or 'nothing'}; make preference samples "
-            "with create_preference_saw_items"
-        )
+        raise DataKeyError(f"sample {row} has no {key!r} in its meta ({list(item.meta)}); use create_preference_saw_items")
     return item.meta[key]
 
 

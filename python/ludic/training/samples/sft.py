@@ -133,10 +133,8 @@ class SFTItems:
             absent = "completion" if "prompt" in row else "prompt"
             raise DataError(f"{where}: prompt and completion belong together, and {absent} is missing; it has {', '.join(row)}")
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise DataError(
-                f"{where}: prompt and completion must both be text or both be lists of messages, not {type(prompt).__name__} and "
-                f"{type(completion).__name__}"
-            )
+            kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+            raise DataError(f"{where}: prompt and completion must both be text or both be lists of messages, not {kinds}")
         return [tokenize_prompt_completion(self.tokenizer, prompt, completion, where)]
 
 
@@ -150,9 +148,7 @@ def _read_ids(row: Row, where: str) -> list[ChatTokens]:
     ids: Any = row.get("input_ids")
     mask: Any = row.get("action_mask")
     if not is_list_of(ids, int) or not is_list_of(mask, int) or len(mask) != len(ids):
-        raise DataError(
-            f"{where}: input_ids must be a list of whole numbers, and action_mask a list of 0 and 1 of the same length"
-        )
+        raise DataError(f"{where}: input_ids must be a list of whole numbers, action_mask a list of 0 and 1 of that length")
     return [ChatTokens(ids, mask)]
 
 
