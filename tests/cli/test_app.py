@@ -156,9 +156,9 @@ def test_a_callback_ends_a_run_and_its_reason_is_in_the_summary(tiny, tmp_path):
     [
         (
             ["callbacks.keep_best=sampled_reward"],
-            "set eval_every_n_steps (in a recipe trainer.eval_every_n_steps)",
+            "set eval_every_n_steps and pass an evaluator",
         ),
-        (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "reads loss, which this run"),
+        (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "reads loss, and this run measures"),
         (["callbacks.stop.at=1"], "callbacks.stop.at (1.0) needs callbacks.stop.metric; set that too"),
         (["callbacks.own=json:dumps"], "callbacks.own (json:dumps)"),
         (["callbacks.own=3"], "callbacks.own (3) must be package.module:name"),

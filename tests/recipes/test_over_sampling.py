@@ -16,7 +16,7 @@ def recipe_of(*settings: str):
     ("settings", "rule"),
     [
         (["rollout.over_sampling_factor=0.5"], r"rollout.over_sampling_factor \(0.5\) must be at least 1"),
-        (["rollout.over_sampling_factor=2.5", "rollout.max_lag=1"], "set max_lag=2, or lower the factor"),
+        (["rollout.over_sampling_factor=2.5", "rollout.max_lag=1"], "set max_lag=2"),
         (
             ["rollout.order=random", "rollout.group_filter=nonzero_std"],
             r"rollout.order \(random\) .*arrival, submission",

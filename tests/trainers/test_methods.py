@@ -368,8 +368,8 @@ def test_the_name_of_an_earlier_run_is_refused_before_the_model_is_loaded(model:
 @pytest.mark.parametrize(
     ("callback", "settings", "message"),
     [
-        (KeepBest("sampled_reward"), {}, "of evaluations, and there are none"),
-        (StopOnMetric("accuracy", at=1), {"trainer.eval_every_n_steps": 1}, "it measures sampled_reward, greedy_reward"),
+        (KeepBest("sampled_reward"), {}, "sampled_reward; set eval_every_n_steps"),
+        (StopOnMetric("accuracy", at=1), {"trainer.eval_every_n_steps": 1}, "this run measures sampled_reward, greedy_reward"),
     ],
 )
 def test_a_callback_that_would_never_act_is_refused_before_the_run(model: Path, callback, settings, message) -> None:

@@ -112,7 +112,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(tmp_path):
     shutil.rmtree(tmp_path / "step_000002")
     shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000002")
     assert checkpoints.find().name == "step_000001"
-    with pytest.raises(CheckpointError, match=r"checkpoint of step 1; .*newest undamaged .* step_000001"):
+    with pytest.raises(CheckpointError, match=r"it is the checkpoint of step 1; the newest undamaged one is .*step_000001"):
         checkpoints.load(trained()[0], step=2)
 
 
@@ -131,7 +131,7 @@ def test_damage_of_the_only_checkpoint_is_one_line_with_a_remedy(tmp_path):
     change_byte(tmp_path / "step_000001" / "model.safetensors", -1, 1)
     with pytest.raises(CheckpointError, match=r"model\.safetensors has changed.* Delete .*begin anew"):
         checkpoints.load(trained()[0])
-    with pytest.raises(CheckpointError, match=r"is damaged.*undamaged checkpoint in .* is none"):
+    with pytest.raises(CheckpointError, match=r"is damaged.*undamaged one is none"):
         checkpoints.load(trained()[0], path=tmp_path / "step_000001")
 
 

@@ -146,7 +146,7 @@ def test_scores_can_be_tensors_of_any_dtype_in_any_number_of_parts():
 
 def test_invalid_scores_are_refused():
     metrics = PreferenceMetrics()
-    with pytest.raises(DataError, match=r"chosen_scores \(2\), rejected_scores \(1\) and labels \(2\)"):
+    with pytest.raises(DataError, match=r"chosen_scores \(2\), rejected_scores \(1\), labels \(2\)"):
         metrics.update([1.0, 2.0], [1.0], [1, 1])
     with pytest.raises(DataError, match="1 of 2 rejected_scores are not finite"):
         metrics.update([1.0, 2.0], [1.0, float("nan")], [1, 1])

@@ -271,7 +271,7 @@ def test_wrong_parts_are_refused():
         trainer_of(items, algo=make_bradley_terry(score_type="logprob"))
     with pytest.raises(ConfigError, match="pass them as pairs="):
         DPOTrainer(model=tiny_model(), algo=make_dpo(), batch_source=ListSource(items), cfg=dpo_config())
-    with pytest.raises(BudgetError, match="a pair has two rows"):
+    with pytest.raises(BudgetError, match=r"micro_token_budget \(63\) must be >= 2 \* max_seq_len"):
         dpo_config(micro_token_budget=63)
     with pytest.raises(ConfigError, match="padding_free"):
         dpo_config(packing="padding_free")

@@ -275,7 +275,7 @@ def test_a_wrong_number_of_rewards_is_an_error_at_once_and_no_group_is_asked_aga
         calls.append(len(completions))
         return returned
 
-    said = f"reward function forgets returned {len(returned)} rewards for 3 completions; return one for each, None where it does not apply"
+    said = f"reward function forgets returned {len(returned)} rewards for 3 completions; return one each"
     with pytest.raises(WrongLength, match=said):
         score(forgets, rollout("a", 1), rollout("b", 2), rollout("c", 3), is_eval=is_eval)
     assert calls == [3]

@@ -269,7 +269,7 @@ class CheckpointManager:
             faults = self._find_faults(folder)
             if not faults:
                 return warn_if_unverifiable(folder)
-            others = (other.name for other in self._folders()[::-1] if other != folder and not find_checkpoint_faults(other))
+            others = (other for other in self._folders()[::-1] if other != folder and not find_checkpoint_faults(other))
             raise CheckpointError(f"{folder} is damaged: {', '.join(faults)}; the newest undamaged one is {next(others, 'none')}")
         restore_replaced(self.root)
         damaged: list[str] = []

@@ -106,7 +106,7 @@ class ThreadedCalls:
                     f"{self.hung} calls of reward functions have not returned after {timeout_s:g} s, the last one of {name}; at most "
                     f"{self.max_hung} may hang. Give the function a deadline of its own, or raise reward_timeout_s"
                 ) from error
-            raise RewardDeadlineExceeded(f"it took longer than reward_timeout_s ({timeout_s:g} s), and it goes on") from error
+            raise RewardDeadlineExceeded(f"it took longer than {timeout_s:g} s (reward_timeout_s); it goes on") from error
 
 
 def is_coroutine_function(function: Callable[..., object]) -> bool:

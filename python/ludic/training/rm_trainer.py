@@ -204,7 +204,7 @@ def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
     if not dropped or (cfg.rm_require_complete_pairs and cfg.rm_drop_incomplete_pairs):
         return
     argument = "drop_incomplete" if cfg.rm_require_complete_pairs else "require_complete"
-    raise ConfigError(f"the source dropped {dropped} incomplete pairs and rm_{argument}_pairs is off; pass it {argument}=False")
+    raise ConfigError(f"the source dropped {dropped} incomplete pairs, and rm_{argument}_pairs is off; pass it {argument}=False")
 
 
 def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
@@ -218,4 +218,4 @@ def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
         raise ConfigError(f"the model has num_labels ({config.num_labels}); a reward model has 1, load it with num_labels=1")
     pad = getattr(config, "pad_token_id", None)
     if pad != cfg.pad_token_id:
-        raise ConfigError(f"pad_token_id ({cfg.pad_token_id}) must equal the model's ({pad}); set both to the tokenizer's")
+        raise ConfigError(f"pad_token_id ({cfg.pad_token_id}) must be as in the model's config ({pad}); use the tokenizer's")

@@ -289,7 +289,7 @@ async def test_the_trainer_computes_in_a_thread_only_when_batches_overlap(tmp_pa
 def test_a_source_lag_above_the_trainers_max_lag_is_refused(tmp_path):
     source = OverlappedSource(Prompts(), max_lag=2)
     options = {"model": tiny_model(), "algo": make_grpo(group_size=4), "batch_source": source}
-    with pytest.raises(ConfigError, match="2 versions old; raise it to 2"):
+    with pytest.raises(ConfigError, match="must be >= 2 at"):
         Trainer(cfg=cpu_config(max_lag=1), **options)
     Trainer(cfg=cpu_config(max_lag=2), **options)
 

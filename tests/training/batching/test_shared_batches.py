@@ -83,7 +83,7 @@ def check_errors(everyone):
     assert re.search(r"rank 0 \(batch 0\), .*patience_s \(0\.2 s\)", error[1])
     assert (samples, first["patience"][1]) == (2, 2)
     assert first["stop"] == second["stop"] == [9, ["StopRequested", "the run was asked to stop"]]
-    assert re.search(r"rank 0 \(finished\), .*another point .*\(batch\)", second["disorder"][1])
+    assert re.search("is at finished and rank 0 at batch", second["disorder"][1])
     [[impure, failing], [other_impure, other_failing]] = first["impure"], second["impure"]
     assert impure == other_impure
     assert impure[0] == "RankError"
@@ -185,7 +185,7 @@ def test_a_source_of_each_rank_that_cannot_return_all_samples_is_refused():
         async def next_batch(self):
             return SAWBatch([])
 
-    with pytest.raises(ConfigError, match=r"shards_across_ranks\), so SharedBatches"):
+    with pytest.raises(ConfigError, match=r"sets shards_across_ranks; .* without SharedBatches"):
         SharedBatches(OfEachRank())
     assert as_batch_source(PromptSource()).divided_by_trainer is False
 
@@ -231,7 +231,7 @@ def test_a_shared_position_is_that_of_the_checkpoint_whatever_the_number_of_rank
 def test_positions_of_each_rank_are_not_taken_for_a_shared_one(monkeypatch):
     differing = {"ranks": [{"batch_source": {"position": 2}}, {"batch_source": {"position": 7}}]}
     for world in (1, 2, 3):
-        with pytest.raises(CheckpointError, match=r"data positions of 2 ranks, .*differ"):
+        with pytest.raises(CheckpointError, match=r"resume on 2 ranks, .*data positions differ"):
             states_of(differing, Shared(), world, monkeypatch)
     equal = {"ranks": [{"batch_source": {"position": 2}}] * 2}
     assert states_of(equal, Shared(), 2, monkeypatch) == 2

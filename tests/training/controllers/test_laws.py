@@ -165,7 +165,7 @@ def test_a_target_above_the_entropy_of_equal_weights_is_refused():
     check_reachable(EntropySchedule(None, start=1.0, final=2.0, horizon=5), 8)
     with pytest.raises(ConfigError, match=r"log\(group_size\) = log\(8\) = 2.0794"):
         check_reachable(EntropySchedule(2.08), 8)
-    with pytest.raises(ConfigError, match="lower the target or sample larger groups"):
+    with pytest.raises(ConfigError, match=r"target \(2.2 nats\) must be at most log"):
         check_reachable(EntropySchedule(None, start=2.2, final=1.0, horizon=5), 8)
 
 

@@ -211,5 +211,5 @@ def test_without_tau_it_steers_beta_by_the_measured_kl():
     assert controller.reads_kl
     assert set(controller.update(seen(groups=None))) >= {"meta/loss", "meta/beta_projected"}
     assert float(beta) == pytest.approx(0.1 + 0.02 * 0.2)
-    with pytest.raises(ConfigError, match="without tau there are no listwise weights"):
+    with pytest.raises(ConfigError, match="without tau, only beta can be steered"):
         MetaController(None, beta, kl_target=0.1, lr=0.02, method="first_order")

@@ -146,7 +146,7 @@ def test_a_loss_that_reads_the_logits_itself_cannot_be_corrected():
         def compute(self, logits, batch):
             return logits.sum(), {}
 
-    with pytest.raises(ConfigError, match="reads the logits directly"):
+    with pytest.raises(ConfigError, match="must read `shared` for a correction"):
         algorithm(Own(), IcePop())
 
 

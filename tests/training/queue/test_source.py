@@ -283,7 +283,7 @@ async def test_a_run_that_ended_with_a_batch_of_failures_can_be_resumed(log):
     waiting = asyncio.create_task(source.next_batch())
     await asyncio.sleep(0.5)
     deliver(log, failure="the disk was full"), deliver(log, failure="too")
-    with pytest.raises(RolloutError, match="Mend its cause and resume the run"):
+    with pytest.raises(RolloutError, match="mend the first error and resume"):
         await waiting
     deliver(log, 2)
     await source.aclose()

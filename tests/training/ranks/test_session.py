@@ -122,7 +122,7 @@ def test_a_store_that_is_not_there_is_named_at_the_deadline():
 
 def test_a_store_of_several_agents_is_refused_before_anything_is_written_to_it():
     environment = RankEnvironment(1, 2, 0, "127.0.0.1", 1, has_store=True, num_machines=2)
-    with pytest.raises(ConfigError, match=r"agents on 2 machines .*set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(ConfigError, match=r"torchrun on 2 machines .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         ranks.start(environment, rendezvous_timeout_s=0.1)
     assert ranks.current_rendezvous() is None
 

@@ -142,7 +142,7 @@ def test_positions_of_two_ranks_that_differ_are_refused_on_one_and_equal_ones_ar
     trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=Positioned(), cfg=cpu_config())
     metadata = trainer._run_state()
     both = [{"batch_source": {"position": 2}}, {"batch_source": {"position": 7}}]
-    with pytest.raises(CheckpointError, match=r"data positions of 2 ranks, .*1 now"):
+    with pytest.raises(CheckpointError, match=r"resume on 2 ranks, not 1: .*data positions differ"):
         trainer._restore_run({**metadata, "ranks": both})
     trainer._restore_run({**metadata, "batch_source": {"position": 2}, "ranks": [both[0], both[0]]})
     assert trainer.batch_source.position == 2

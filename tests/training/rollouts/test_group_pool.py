@@ -443,7 +443,7 @@ def test_a_group_admitted_between_batches_has_the_weights_of_the_batch_before():
         ({"max_retries": -1}, r"max_retries \(-1\) must be >= 0"),
         ({"over_sampling_factor": 0.5}, r"over_sampling_factor \(0.5\) must be >= 1"),
         ({"over_sampling_factor": float("nan")}, "must be >= 1"),
-        ({"over_sampling_factor": 2.5, "max_lag": 1}, "set max_lag=2, or lower the factor"),
+        ({"over_sampling_factor": 2.5, "max_lag": 1}, "set max_lag=2"),
         ({"max_lag": -1}, "max_lag"),
         ({"order": "random"}, "must be 'arrival' or 'submission'"),
         ({"on_exhausted": "stop"}, "must be 'error' or 'short'"),

@@ -388,7 +388,7 @@ def test_mistakes_are_errors_with_a_remedy():
     async def coroutine():
         return []
 
-    with pytest.raises(ConfigTypeError, match="needs a plain function"):
+    with pytest.raises(ConfigTypeError, match="must be a plain function"):
         play_jumping(make_source(requests=coroutine).next_batch())
     with pytest.raises(ConfigError, match=r"2 members, .*group_size is 4"):
         play_jumping(make_source(requests=make_requests(group_size=2)).next_batch())

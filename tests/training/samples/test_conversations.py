@@ -117,7 +117,7 @@ def test_a_token_across_the_boundary_of_a_marked_span_is_an_error():
         "{% else %}user:{{ m.content }} {% endif %}{% endfor %}"
     )
     talk = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
-    with pytest.raises(DataError, match=r"border of a \{% generation %\} block"):
+    with pytest.raises(DataError, match=r"crosses a \{% generation %\} border at"):
         ChatTokenizer(tokenizer).tokenize(talk)
 
 

@@ -113,7 +113,7 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
         prompt = apply_template(tokenizer, messages, prompt=True, where=where, **arguments)
         full = apply_template(tokenizer, [*messages, answer], prompt=False, where=where, **arguments)
         if full[: len(prompt)] != prompt:
-            raise DataError(f"{where}: the prompt's token ids are not a prefix of the whole; use step_to_item=sample_from_step")
+            raise DataError(f"{where}: the prompt is not a prefix of prompt and completion; use step_to_item=sample_from_step")
         end = find_turn_end(tokenizer).find(full, len(prompt))
         if end == len(prompt):
             raise DataError(f"{where} has an empty completion: the template adds no token to the prompt")

@@ -71,8 +71,9 @@ def as_schedule(target: float | EntropySchedule) -> EntropySchedule:
 
 def check_reachable(target: EntropySchedule, group_size: int) -> None:
     """Raise ConfigError for a target above log(group_size), the entropy of equal weights."""
-    if target.highest > (most := math.log(group_size)):
-        raise ConfigError(f"entropy target ({target.highest:g}) must be at most log(group_size) = log({group_size}) = {most:g}")
+    highest, most = target.highest, math.log(group_size)
+    if highest > most:
+        raise ConfigError(f"the entropy target ({highest:g} nats) must be at most log(group_size) = log({group_size}) = {most:g}")
 
 
 class EntropyController:

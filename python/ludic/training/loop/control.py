@@ -110,7 +110,7 @@ def check_controllers(controllers: Sequence[Controller], coefficients: Mapping[s
             found = next((known for known in coefficients if coefficients[known] is coefficient), None)
             if found is None:
                 allowed = ", ".join(coefficients) or "none"
-                raise ConfigError(f"the {role} of the controller {controller.name!r} must be one of algo.coefficients: {allowed}")
+                raise ConfigError(f"controller {controller.name!r} sets a {role} not in algo.coefficients, which are: {allowed}")
             if found in taken:
                 raise ConfigError(f"the controllers {taken[found]!r} and {controller.name!r} both set {found}; keep one of them")
             taken[found] = controller.name

@@ -184,7 +184,7 @@ def compute_and_check(loss: Loss, logits: Tensor, batch: Batch, shared: SharedCo
     ConfigTypeError if the result is not (loss, statistics)."""
     result: object = loss.compute(logits, batch, shared=shared)
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ConfigTypeError(f"compute of {loss_name(loss)} returned {type(result).__name__}; it must return (loss, statistics)")
+        raise ConfigTypeError(f"compute of {loss_name(loss)} returned {type(result).__name__}; return the loss and statistics")
     value, stats = result
     return value, with_reported_loss(value, stats)
 

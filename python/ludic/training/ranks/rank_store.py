@@ -87,7 +87,7 @@ def _listen(environment: RankEnvironment) -> int:
         listening = _bind(environment.address, environment.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise RankError(f"port {environment.port} of the store ({where}) is in use; set MASTER_PORT or ranks.port") from error
+            raise RankError(f"port {environment.port}, for ranks at {where}, is in use; set MASTER_PORT or ranks.port") from error
         logger.warning(
             "the store of the ranks listens on all addresses of this machine, since %s is none of them (%s)", where, error
         )

@@ -200,7 +200,7 @@ class Rendezvous:
             waited = time.monotonic() - started
             if waited > patience_s:
                 raise RankError(
-                    f"rank {self.rank} waited {waited:.3g} s for rank 0 ({kind} {number}); see it, or raise patience_s ({patience_s:g} s)"
+                    f"rank {self.rank} waited {waited:.3g} s for rank 0 ({kind} {number}), in vain; raise patience_s ({patience_s:g} s)"
                 )
             await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.001, waited / 20)))
             while_waiting()

@@ -266,7 +266,7 @@ def _encode_prompt(group: Group) -> Any:
             raise ValueError(f"it would come back as {reprlib.repr(copy)}")
         return copy
     except (TypeError, ValueError) as error:
-        raise DataError(f"the prompt of group {group.ordinal} is not JSON ({error}); use a buffer with `at(position)`") from error
+        raise DataError(f"prompt of group {group.ordinal} is not JSON ({error}); give the buffer `position` and `at`") from error
 
 
 def _has_text_keys(value: Any) -> bool:
@@ -298,8 +298,9 @@ def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_p
     found = state.get("format") if isinstance(state, Mapping) else state
     if found != FORMAT or not isinstance(state, Mapping):
         raise ConfigError(f"the saved pool of groups has format {found!r}, this version reads {FORMAT}; take its own checkpoint")
-    if state.get("members_per_group") != members_per_group:
-        raise ConfigError(f"the saved groups have {state.get('members_per_group')} members, not {members_per_group}; set as many")
+    members = state.get("members_per_group")
+    if members != members_per_group:
+        raise ConfigError(f"the saved groups have {members} members each, here they have {members_per_group}; set the old number")
     ledger = Ledger(members_per_group)
     arrivals = _restore(ledger, state)
     for group, saved in zip(ledger.owed(), state["groups"], strict=True):

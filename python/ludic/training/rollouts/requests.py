@@ -393,7 +393,7 @@ class RequestsByPosition:
                 sizes[group_id] += 1
         wrong = {size for size in sizes.values() if size != self._group_size}
         if wrong:
-            raise ConfigError(f"requests returned a group of {min(wrong)} members; it must have group_size ({self._group_size})")
+            raise ConfigError(f"requests gave a group of {min(wrong)} members, group_size is {self._group_size}; return as many")
         return prompts
 
 

@@ -204,7 +204,7 @@ class _Rendering:
             "{% generation %} in the template"
         )
         change = f"{self._excerpt(prefix, at)} became {self._excerpt(full, at)}"
-        raise DataError(f"{self.where}: {what} must be a prefix of the whole, and is not from token {at} on ({change}); {remedy}")
+        raise DataError(f"{self.where}: {what} must be a prefix on token ids, and is not from token {at} on ({change}); {remedy}")
 
     def _excerpt(self, ids: Sequence[int], at: int) -> str:
         """Return eight tokens from `at` on, as text if the tokenizer can decode."""
