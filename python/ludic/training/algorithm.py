@@ -271,7 +271,7 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
         if len(logps) != actions:
             raise DataError(f"actor_logps length mismatch in sample {index}: {len(logps)} values for {actions} action tokens")
         if not (is_list_of(logps, float, int) or is_float_array(logps)):
-            raise DataTypeError(f"actor_logps of sample {index} must be a list or an array of floats, got {type(logps).__name__}")
+            raise DataTypeError(f"actor_logps of sample {index} must be a List[float] or float array, got {type(logps).__name__}")
     if missing:
         names = f"{len(missing)} of {len(saw_batch.items)} samples ({shorten_names(missing, limit=3)})"
         raise DataError(f"{names} have no actor_logps; sample with ReturnSpec.for_rl() or set Sample.rollout_log_probs")

@@ -285,7 +285,7 @@ class TrainerConfig:
 def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
     """Raise `BudgetError` unless a sample of `max_seq_len` tokens fits into the budget."""
     if micro_token_budget < max_seq_len:
-        raise BudgetError(f"micro_token_budget ({micro_token_budget}) must be >= max_seq_len ({max_seq_len})")
+        raise BudgetError(f"micro_token_budget ({micro_token_budget}) must be >= max_seq_len ({max_seq_len}); raise the budget")
 
 
 def _read_pad_token(tokenizer: Any) -> int:

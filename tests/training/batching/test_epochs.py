@@ -104,7 +104,8 @@ def test_a_position_is_refused_for_other_data_or_settings(change):
     settings = {"count": 9, "batch_size": 2, "seed": 0, "shuffle": True}
     changed = {**settings, **change}
     state = ItemBatchSource(items_of(settings.pop("count")), **settings).state_dict()
-    with pytest.raises(ConfigError, match=r"differ from the run .*resumed"):
+    [value] = change.values()
+    with pytest.raises(ConfigError, match=f"the saved .* is .*, here it is {value}"):
         ItemBatchSource(items_of(changed.pop("count")), **changed).load_state_dict(state)
 
 

@@ -85,7 +85,7 @@ def test_several_ranks_refuse_a_source_that_would_play_the_same_prompts_on_each(
     trainer()
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "is_distributed", lambda: True)
-    with pytest.raises(ConfigError, match=r"RolloutBatchSource\) .*2 ranks .*shards_across_ranks=True"):
+    with pytest.raises(ConfigError, match=r"RolloutBatchSource\) .*2 ranks .*SharedBatches"):
         trainer()
     trainer(shards_across_ranks=True)
 

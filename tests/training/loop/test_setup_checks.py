@@ -76,7 +76,7 @@ def two_ranks(monkeypatch):
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("wrap", [lambda source: source, OverlappedSource])
 def test_a_source_that_plays_the_same_prompts_on_every_rank_is_refused(wrap):
-    with pytest.raises(ConfigError, match=r"2 ranks .*same prompts; .*shards_across_ranks=True"):
+    with pytest.raises(ConfigError, match=r"2 ranks .*same prompts; .*SharedBatches"):
         setup_checks.check_ranks(wrap(playing_source()))
 
 

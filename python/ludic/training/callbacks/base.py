@@ -148,7 +148,7 @@ class Callbacks:
         at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: names)
         with ranks.agree("comparing the callbacks of the ranks"):
             if names != at_rank_0:
-                raise ConfigError(f"rank {ranks.rank()} has the callbacks {names}, rank 0 {at_rank_0}; use the same on all ranks")
+                raise ConfigError(f"rank {ranks.rank()} has the callbacks {names}, and rank 0 {at_rank_0}; use the same on all")
         self.stop: Stop | None = None
         """Why the run ended before its last step; None if no callback ended it."""
         self.saves = False

@@ -46,7 +46,9 @@ class HeldOutLoss:
         self._is_checked = False
         self._batch = replace(MacroBatch.ingest(items, cfg.max_seq_len), share=RankShare(0, 1))  # no other rank takes part
         if not self._batch.items:
-            raise ConfigError(f"none of {len(items)} held-out samples has a token to predict in max_seq_len ({cfg.max_seq_len})")
+            raise ConfigError(
+                f"none of the {len(items)} held-out samples has a token to predict in max_seq_len ({cfg.max_seq_len})"
+            )
 
     def measure(self) -> dict[str, float]:
         """`loss`, `perplexity`, and the number of `tokens`."""
@@ -98,7 +100,7 @@ class PreferenceEvaluator:
         requires_pairs = isinstance(cfg, RMTrainerConfig) and cfg.rm_require_complete_pairs and not cfg.rm_drop_incomplete_pairs
         self.batch = PreferenceMacroBatch.ingest_pairs(items, cfg.max_seq_len, drop_incomplete=not requires_pairs)
         if not self.batch.num_pairs:
-            raise ConfigError(f"none of {len(items)} samples is in a complete pair within max_seq_len ({cfg.max_seq_len})")
+            raise ConfigError(f"none of the {len(items)} samples is in a complete pair within max_seq_len ({cfg.max_seq_len})")
 
     @property
     def num_pairs(self) -> int:
