@@ -103,8 +103,8 @@ class ThreadedCalls:
                 self._hung.discard(call)
             if self.hung > self.max_hung:
                 raise RewardsHung(
-                    f"{self.hung} calls of reward functions have not returned {timeout_s:g} s after they began, the last of {name}; at most "
-                    f"{self.max_hung} may hang. Give the function a deadline of its own, or raise reward_timeout_s"
+                    f"{self.hung} calls of reward functions have not returned {timeout_s:g} s after they began, the last of {name}; "
+                    f"at most {self.max_hung} may hang. Give the function a deadline of its own, or raise reward_timeout_s"
                 ) from error
             raise RewardDeadlineExceeded(f"it took longer than {timeout_s:g} s (reward_timeout_s); it goes on") from error
 
