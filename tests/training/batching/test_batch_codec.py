@@ -123,9 +123,7 @@ def test_other_bytes_are_refused(head, table):
         [["="]],
         3,
     ):
-        with pytest.raises(
-            CheckpointError, match=r"pending batches .* cannot be read: .*; resume with the ludic that saved them"
-        ):
+        with pytest.raises(CheckpointError, match=r"pending batches .*cannot be read: .*; resume with the ludic that saved them"):
             load(pending)
 
 

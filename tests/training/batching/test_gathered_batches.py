@@ -35,7 +35,7 @@ def test_runs_on_two_ranks_with_a_source_each_are_those_of_one_process_and_resum
     [warning] = first["warnings"]
     assert re.search("^Scripted .*2 ranks .*its own samples", warning)
     assert second["warnings"] == []
-    assert re.search("SameOnAll .*same samples, .*2 times", first["refusal"])
+    assert re.search("SameOnAll .*2 ranks .*same samples; use SharedBatches", first["refusal"])
 
 
 def check_errors(first, second):

@@ -143,7 +143,7 @@ def test_greedy_groups_are_refused_and_single_greedy_answers_are_not():
         samples = ["a"] if make is make_dataset_sequence_requests_fn else queue.Queue()
         make(samples, **kinds, group_size=1, inference=greedy)
         make(samples, **kinds, group_size=4)  # the default temperature is above 0
-        with pytest.raises(ConfigError, match=r"group_size \(4\) at temperature 0"):
+        with pytest.raises(ConfigError, match=r"group_size \(4\) at temperature 0 gives equal answers"):
             make(samples, **kinds, group_size=4, inference=greedy)
 
 

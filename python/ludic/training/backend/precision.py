@@ -119,4 +119,4 @@ def check_precision(model: nn.Module) -> None:
     underflow."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise ConfigError(f"{name} is float16 and cannot be trained; load the model in bfloat16 or float32")
+            raise ConfigError(f"{name} is float16, whose gradients underflow; load the model in bfloat16 or float32")

@@ -273,7 +273,7 @@ def _read_item_fractions(item: SAWItem, row: int) -> Tensor:
         raise DataError(f"sample {row} has {len(values)} action_fractions for {actions} action tokens; there must be one each")
     wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
     if len(wrong):
-        raise DataError(f"action_fractions[{wrong[0]}] of sample {row} is {values[wrong[0]]} and must be a finite float32 > 0")
+        raise DataError(f"action_fractions[{wrong[0]}] of sample {row} is {values[wrong[0]]} in float32; give finite numbers > 0")
     return torch.from_numpy(values[int(mask[:1].any()) :].copy())  # the first token of a sample has no prediction
 
 

@@ -46,9 +46,7 @@ class HeldOutLoss:
         self._is_checked = False
         self._batch = replace(MacroBatch.ingest(items, cfg.max_seq_len), share=RankShare(0, 1))  # no other rank takes part
         if not self._batch.items:
-            raise ConfigError(
-                f"none of the {len(items)} held-out samples has a token to predict in max_seq_len ({cfg.max_seq_len})"
-            )
+            raise ConfigError(f"none of the {len(items)} held-out samples has a target token in max_seq_len ({cfg.max_seq_len})")
 
     def measure(self) -> dict[str, float]:
         """`loss`, `perplexity`, and the number of `tokens`."""

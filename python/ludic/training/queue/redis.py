@@ -385,7 +385,7 @@ def _secrets_of(url: str) -> list[str]:
     except ValueError:
         port = -1
     if port == -1 or "@" in parts.path + parts.query + parts.fragment:
-        raise ConfigError(f"the queue's URL ({shown}) has no readable host and port; percent-encode / ? # @ : in its password")
+        raise ConfigError(f"the queue's URL ({shown}) has no readable host and port; percent-encode its password (%2F for /)")
     settings = dict(parse_qsl(parts.query))
     unknown = sorted(name for name in settings if not name.startswith("ssl_") and name != "db")
     if unknown:

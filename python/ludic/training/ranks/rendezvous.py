@@ -82,7 +82,7 @@ class Rendezvous:
         except TimeoutError:
             missing = [rank for rank in range(self.world_size) if not self._store.has(f"here/{rank}")]
             raise RankError(
-                f"{name_ranks(missing)} of {self.world_size} did not come to the store within ranks.rendezvous_timeout_s ({timeout_s:g} s)"
+                f"{name_ranks(missing)} of {self.world_size} did not come to the store within {timeout_s:g} s (ranks.rendezvous_timeout_s)"
             ) from None
 
     def announce(self) -> None:

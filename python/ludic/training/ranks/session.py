@@ -363,5 +363,5 @@ def _choose_device(environment: RankEnvironment) -> None:
         return
     available = torch.cuda.device_count()
     if available > 1 and environment.local_rank >= available:
-        raise ConfigError(f"local rank {environment.local_rank} needs a GPU, and this machine has {available}; start fewer ranks")
+        raise ConfigError(f"local rank {environment.local_rank} needs a GPU and this machine has {available}; start fewer ranks")
     torch.cuda.set_device(environment.local_rank if available > 1 else 0)
