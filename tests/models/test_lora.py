@@ -91,7 +91,7 @@ def test_the_error_of_a_model_with_unknown_names_lists_its_linear_layers():
             self.blocks = nn.ModuleList([nn.ModuleDict({"mixer": nn.Linear(4, 4), "glue": nn.Linear(4, 4)})])
             self.score = nn.Linear(4, 1)
 
-    with pytest.raises(ConfigError, match=r"target_modules .*linear layers: glue, mixer, score"):
+    with pytest.raises(ConfigError, match=r"set target_modules \(linear: glue, mixer, score"):
         apply_lora(Strange())
     model = apply_lora(Strange(), LoraSettings(target_modules=["mixer"]))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model) if "lora_" in name} == {"mixer"}
@@ -101,7 +101,7 @@ def test_projections_that_peft_refuses_in_a_state_space_model_get_no_adapter():
     model = make_architecture("falcon_h1")
     assert find_target_modules(model) == LLAMA_TARGETS
     assert logits(apply_lora(model)).isfinite().all()
-    with pytest.raises(ConfigError, match=r"target_modules .*linear layers: .*in_proj"):
+    with pytest.raises(ConfigError, match=r"set target_modules \(linear: .*in_proj"):
         apply_lora(make_architecture("falcon_mamba"))
 
 
@@ -267,7 +267,7 @@ def test_the_error_of_an_adapter_that_cannot_be_merged_on_a_copy_names_it():
     from peft import IA3Config, get_peft_model
 
     model = get_peft_model(causal_model("Qwen2"), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    with pytest.raises(ConfigError, match=r"k_proj .*adapter \(Linear\) .*cannot be merged"):
+    with pytest.raises(ConfigError, match=r"k_proj \(Linear\) cannot be merged"):
         published_weights(model)
 
 
@@ -366,7 +366,7 @@ def test_adapters_of_another_config_are_refused_with_a_reason(tmp_path):
     save_adapter(apply_lora(tiny_model(), LoraSettings(rank=2)), tmp_path)
     other = apply_lora(tiny_model(), LoraSettings(rank=4))
     before = weights_of(other)
-    with pytest.raises(CheckpointError, match="the ranks differ"):
+    with pytest.raises(CheckpointError, match="use the same LoRA config"):
         read_model(other, tmp_path)
     with pytest.raises(CheckpointError, match=r"unknown \["):
         read_model(apply_lora(tiny_model(), LoraSettings(rank=2, target_modules=["q_proj"])), tmp_path)

@@ -156,7 +156,7 @@ def test_quantised_weights_are_refused_and_another_precision_is_named(tmp_path, 
     folder = tmp_path / "step_000001"
     save_file(quantised, folder / "model.safetensors")
     write_manifest(folder, {"step": 1})
-    with pytest.raises(CheckpointError, match=r"0\.bias in .*torch\.int8, .*torch\.float32: .*quantised"):
+    with pytest.raises(CheckpointError, match=r"0\.bias in .* is torch\.int8, not torch\.float32"):
         checkpoints.load(trained()[0])
 
 
@@ -173,7 +173,7 @@ def test_a_manifest_of_a_newer_version_is_refused_with_the_remedy(tmp_path, monk
     with monkeypatch.context() as newer:
         newer.setattr("ludic.files.manifest.SCHEMA", 2)
         checkpoints = save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"schema 2; .*up to 1: update ludic"):
+    with pytest.raises(CheckpointError, match="has schema 2; ludic here reads up to 1: update ludic"):
         checkpoints.find()
 
 

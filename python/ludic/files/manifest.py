@@ -48,8 +48,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], *, described: Mapping
         size = (folder / name).stat().st_size if (folder / name).exists() else None
         if size != entry["size"]:
             raise CheckpointError(
-                f"{folder / name} has {size} bytes here and {entry['size']} where it was written; checkpoints of a sharded model need a "
-                "file system that all ranks see"
+                f"{folder / name} has {size} bytes, not the {entry['size']} that were written; use a file system that all ranks see"
             )
     files = describe_files(folder, (name for name in _list_files(folder) if name not in described))
     files |= {name: [entry] for name, entry in described.items()}  # a network file system may list new files late
@@ -126,9 +125,7 @@ def find_faults(folder: Path, foreign: Iterable[str] = ()) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     if manifest["schema"] > SCHEMA:
-        raise CheckpointError(
-            f"{MANIFEST} has schema {manifest['schema']}; this version of ludic reads up to {SCHEMA}: update ludic"
-        )
+        raise CheckpointError(f"{MANIFEST} has schema {manifest['schema']}; ludic here reads up to {SCHEMA}: update ludic")
     files: dict[str, list[dict[str, Any]]] = manifest["files"]
     faults = find_changes(folder, files)
     faults += [f"{name} was added later" for name in foreign if name not in files and (folder / name).exists()]

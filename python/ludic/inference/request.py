@@ -87,9 +87,7 @@ def check_sampling(params: SamplingParams) -> None:
     if not 0 < params.repetition_penalty < float("inf"):
         raise ConfigError(f"repetition_penalty ({params.repetition_penalty}) must be > 0 and finite; 1 changes nothing")
     if not all(isinstance(text, str) and text for text in ([params.stop] if isinstance(params.stop, str) else params.stop or [])):
-        raise ConfigError(
-            f"stop ({params.stop!r}) must be a text, or a list of texts, none empty; null: the end token ends an answer"
-        )
+        raise ConfigError(f"stop ({params.stop!r}) must be a text, or a list of texts, none empty, or null for the end token")
 
 
 def check_penalties(params: SamplingParams) -> None:

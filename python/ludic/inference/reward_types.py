@@ -91,9 +91,7 @@ def as_scoring_input(value: str | Sequence[int]) -> ScoringInput:
         return value
     ids = tuple(value)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise DataTypeError(
-            f"an input to score must be text or a list of token ids, got a {type(value).__name__} with other elements"
-        )
+        raise DataTypeError(f"an input must be text or a list of token ids, got a {type(value).__name__} with other elements")
     return ids
 
 
@@ -126,8 +124,7 @@ def select_trained_weights(params: Mapping[str, T], training_mode: RewardModelTr
     selected = {strip_peft_parts(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
     if not selected:
         raise ConfigError(
-            f"training_mode={mode.value} changes none of the {len(params)} weights; the names of head weights contain "
-            f"{' or '.join(HEAD_PARTS)}"
+            f"training_mode={mode.value} changes none of the {len(params)} weights; heads have {' or '.join(HEAD_PARTS)} in their names"
         )
     return selected
 

@@ -118,9 +118,7 @@ class SGLangClient(PushTarget):
         """One completion. The info has `raw_response` and `policy_version`. Raises ConfigTypeError
         for tools and extensions, which are for vLLM."""
         if self._tokens is None:
-            raise ConfigError(
-                "SGLangClient needs the policy's tokenizer to render chats; pass tokenizer=, or use complete_tokens"
-            )
+            raise ConfigError("SGLangClient needs a tokenizer to render chats; pass tokenizer=, or use complete_tokens")
         if request.extensions is not None or request.tools is not None:
             raise ConfigTypeError("SGLangClient takes no extensions and no tools; use VLLMChatClient for them")
         dialogue = Dialogue(request.messages, (), request.chat_template_kwargs)
@@ -169,9 +167,7 @@ class SGLangClient(PushTarget):
         """Push with the publisher that `ludic.distributed.create_checkpoint_publisher` made for
         this client."""
         if self._publisher is None:
-            raise InferenceError(
-                "this client cannot push weights; pass it to ludic.distributed.create_checkpoint_publisher first"
-            )
+            raise InferenceError("this client cannot push weights; pass it to ludic.distributed.create_checkpoint_publisher")
         self._publisher.publish(params, version=version)
         return str(version)
 
@@ -219,9 +215,7 @@ def _read_trace(
         raise AbortedError(f"{url} aborted the request; its partial output is discarded")
     ids, logprobs = generated.output_ids, [entry[0] for entry in meta.output_token_logprobs]
     if [entry[1] for entry in meta.output_token_logprobs] != ids:
-        raise InferenceError(
-            f"{url} returned {len(ids)} token ids and log-probabilities of {len(logprobs)} others; both must be of the same tokens"
-        )
+        raise InferenceError(f"{url} returned {len(ids)} token ids with log-probabilities of {len(logprobs)} others")
     check_tokens(ids, logprobs, url, max_tokens=max_tokens, vocab_size=vocab_size)
     check_served_version(meta.weight_version, url)
     if meta.prompt_tokens not in (None, len(prompt)):

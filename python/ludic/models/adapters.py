@@ -31,9 +31,7 @@ def check_frozen(model: nn.Module) -> None:
     """Raise ConfigError for a model with quantised weights and no adapters: nothing of its blocks
     could be trained."""
     if not has_adapters(model) and find_quantized_layers(model):
-        raise ConfigError(
-            "quantised weights are not trained; add lora.rank=16, in Python Trainer(lora_config=LoraSettings(rank=16))"
-        )
+        raise ConfigError("quantised weights are not trained; add lora.rank=16 (lora_config=LoraSettings(rank=16))")
 
 
 def require_peft() -> Any:
@@ -106,9 +104,7 @@ def _find_adapted_modules(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             whole_layer = isinstance(module, LoraLayer) and not hasattr(module, "parameter_name")
             if not whole_layer and not isinstance(module, ModulesToSaveWrapper):
-                raise ConfigError(
-                    f"{name} has an adapter ({type(module).__name__}) that cannot be merged; use LoRA on linear layers"
-                )
+                raise ConfigError(f"{name} ({type(module).__name__}) cannot be merged; use LoRA on linear layers")
             adapted[name] = module
     return adapted
 

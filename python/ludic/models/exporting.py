@@ -141,25 +141,21 @@ class _Adapters:
         other = [name for name in ("use_dora", "lora_bias", "alora_invocation_tokens") if config.get(name)]
         if config.get("peft_type") != "LORA" or other or config.get("bias", "none") != "none":
             raise ConfigError(
-                f"{folder} has adapters ({', '.join(other) or config.get('peft_type')}) other than plain LoRA; merge with PEFT"
+                f"{folder} has other adapters ({', '.join(other) or config.get('peft_type')}) than LoRA; merge with PEFT"
             )
         if config.get("task_type") == "SEQ_CLS":
-            raise ConfigError(
-                f"{folder} has the adapters of a classifier, whose head {place} lacks; the folder `model` of the run has it merged"
-            )
+            raise ConfigError(f"{folder} adapts a classifier, whose head {place} lacks; use the folder `model` of the run")
         for name in self.tensors:
             plain = name.removesuffix(OUT_A).removesuffix(OUT_B)
             target = f"{plain}.weight" if plain != name else name
             if target not in base or (plain == name and is_adapter(name)):
                 raise ConfigError(
-                    f"{folder} adapts {target}, which {place} does not store (it may be tied to another weight); merge with "
-                    "ludic.models.loading.load_model"
+                    f"{folder} adapts {target}, which {place} does not store; merge with ludic.models.loading.load_model"
                 )
             like = base[target]
             if not like.dtype.is_floating_point or like.element_size() == 1:
                 raise ConfigError(
-                    f"{folder} adapts {target}, which {place} stores quantised ({like.dtype}); merge into the model that was quantised, "
-                    "in 16 or 32 bits, or export the adapters alone, without --merge"
+                    f"{folder} adapts {target}, which {place} stores quantised ({like.dtype}); export without --merge"
                 )
 
     def merge(self, name: str, weight: Tensor) -> Tensor:

@@ -37,8 +37,7 @@ def locate_model(source: str, *files: str) -> str:
     check_place(source)
     if Path(source).expanduser().is_dir():
         raise ConfigError(
-            f"{source} has no {' and no '.join(files or CONFIGS)}; give a folder in Hugging Face layout or a hub id such as "
-            "Qwen/Qwen2.5-0.5B"
+            f"{source} has no {' and no '.join(files or CONFIGS)}; give a folder or a hub id such as Qwen/Qwen2.5-0.5B"
         )
     return source
 
@@ -124,10 +123,7 @@ def load_tokenizer(source: str, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {source} could not be loaded: {error}; set tokenizer=PATH") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without one
-        raise ConfigError(
-            f"{source} has no tokenizer; set tokenizer=PATH. A checkpoint with layout=shallow has none: the run's folder"
-            " `model` has it"
-        )
+        raise ConfigError(f"{source} has no tokenizer; set tokenizer=PATH, for a checkpoint the run's folder `model`")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {source} has no end token; the policy could never end an answer")
     if tokenizer.pad_token_id is None:

@@ -192,8 +192,7 @@ def _leave_out_routers(config: LoraConfig, model: nn.Module) -> None:
     for name, layer in routers.items():
         if require_peft().tuners.tuners_utils.check_target_module_exists(config, name):
             raise ConfigError(
-                f"{name} of {type(model).__name__} can have no adapter: it is a {type(layer).__name__}, which returns more than a "
-                "product with its weights; leave it out of target_modules, or name it in modules_to_save, which trains it in full"
+                f"{name} of {type(model).__name__} ({type(layer).__name__}) can have no adapter; name it in modules_to_save instead"
             )
 
 
@@ -227,8 +226,7 @@ def find_target_modules(model: nn.Module) -> list[str]:
     if not targets:
         candidates = sorted({name.rpartition(".")[2] for name in named})
         raise ConfigError(
-            f"{type(model).__name__} has no layer with a known name of attention or feed-forward projections; set target_modules to some "
-            f"of its linear layers: {', '.join(candidates) or 'it has none'}"
+            f"{type(model).__name__} has no known layers; set target_modules (linear: {', '.join(candidates) or 'it has none'})"
         )
     return targets
 
@@ -285,8 +283,7 @@ def save_merged(model: Any, folder: str | Path) -> None:
     quantised while loading, which it would write quantised."""
     if getattr(model.get_base_model(), "hf_quantizer", None) is not None:
         raise ConfigError(
-            f"{type(model.get_base_model()).__name__} was quantised while it was loaded and cannot be written whole; use save_adapter, "
-            "and merge the adapters into the base with `ludic checkpoint export`"
+            f"{type(model.get_base_model()).__name__} is quantised; use save_adapter, and `ludic checkpoint export` to merge"
         )
     model.get_base_model().save_pretrained(folder, state_dict=merge_adapters(model, model.state_dict()))
 

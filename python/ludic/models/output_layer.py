@@ -197,9 +197,7 @@ class VocabularyShard:
     def of(cls, weight: DTensor) -> VocabularyShard:
         """The shard of [V, D] weights. Raises ConfigError for weights that are cut another way."""
         if weight.device_mesh.ndim != 1 or weight.placements != (Shard(0),):
-            raise ConfigError(
-                f"the output layer is placed as {weight.placements}, not cut along the vocabulary over one mesh dimension"
-            )
+            raise ConfigError(f"the output layer has {weight.placements}; cut its vocabulary over one mesh dimension")
         return cls(find_own_region(weight)[0][0], weight.device_mesh.get_group())
 
     def add(self, values: Tensor) -> Tensor:

@@ -133,7 +133,4 @@ def _check_is_trainers(own: Mapping[str, Tensor], params: Mapping[str, Tensor]) 
     """Raise ConfigError unless the published tensors share memory with the model, as the trainer's
     own do except for merged copies."""
     if params and all(own[name].data_ptr() != new.data_ptr() for name, new in params.items()):
-        raise ConfigError(
-            "merged weights were published to a model that has its own adapters; give the client a model without adapters, or set "
-            "copy_model=True, which merges them"
-        )
+        raise ConfigError("merged weights were published to a model with adapters of its own; set copy_model=True")

@@ -165,10 +165,7 @@ def quantize_layers(model: nn.Module, settings: QuantizationSettings, *, device:
     layers = find_quantizable_layers(model, settings)
     if not layers:
         rule = "" if settings.kind == "int8" else f" with an input of a multiple of {BLOCK}"
-        raise ConfigError(
-            f"{type(model).__name__} has no linear layers{rule} in its blocks that could be quantised (GPT-2's are Conv1D); leave "
-            "quantization out"
-        )
+        raise ConfigError(f"{type(model).__name__} has no linear layers{rule} in its blocks to quantise; leave quantization out")
     count = 0
     for name, layer in layers.items():
         count += layer.weight.numel()

@@ -169,7 +169,5 @@ def _writes(value: Tensor, number: int) -> bool:
 def check_all_have_a_folder(folder: Path | None) -> Path:
     """`folder`. Raises ConfigError without one."""
     if folder is None:
-        raise ConfigError(
-            "every rank writes a part of a sharded model; give the same folder to all, on a file system that all see"
-        )
+        raise ConfigError("every rank writes a part of a sharded model; give all the same folder, on a shared file system")
     return folder

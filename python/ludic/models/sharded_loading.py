@@ -92,10 +92,7 @@ def load_sharded(source: str, dtype: str, settings: ShardingSettings, mesh: Devi
     """
     place = Path(locate_model(source))
     if not place.is_dir() or holds_only_adapters(str(place)):
-        raise ConfigError(
-            f"model ({source}) is no folder with the weights of a model, of which each rank could read its slices; download it, or "
-            "merge the adapters, or call shard_copy on load_model(...)"
-        )
+        raise ConfigError(f"model ({source}) must be a folder with the weights of a model; download it, or merge its adapters")
     # Buffers that are not stored have their values in the skeleton; no file has them.
     model = shard_skeleton(load_skeleton(str(place), dtype), settings, mesh)
     read_model(model, place)

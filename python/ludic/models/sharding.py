@@ -59,9 +59,7 @@ class ShardingSettings:
 
     def __post_init__(self) -> None:
         if self.kind not in ("full", "hybrid"):
-            raise ConfigError(
-                f"kind ({self.kind}) must be full or hybrid; for a model that is whole on each rank, leave shard_model out"
-            )
+            raise ConfigError(f"kind ({self.kind}) must be full or hybrid; for a whole model, leave shard_model out")
         if self.shards is not None and (self.kind != "hybrid" or self.shards < 1):
             raise ConfigError(f"shards ({self.shards}) must be >= 1 and is for kind='hybrid', which is {self.kind!r}")
         for name in ("param_dtype", "reduce_dtype"):
@@ -76,15 +74,13 @@ def make_mesh(settings: ShardingSettings, device: torch.device | str) -> DeviceM
     kind = torch.device(device).type
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            f"a sharded model (kind={settings.kind!r}) needs a process group: start one process for each GPU with torchrun and call "
-            "ludic.training.ranks.start() first, or leave shard_model out"
+            f"a sharded model (kind={settings.kind!r}) needs a process group: call ludic.training.ranks.start() under torchrun"
         )
     if settings.cpu_offload and kind != "cuda":
         raise ConfigError(f"cpu_offload moves weights out of GPUs, and the device is {device}; leave it off")
     if settings.cpu_offload and "cpu" not in dist.get_backend_config():
         raise ConfigError(
-            f"cpu_offload sums norms on the CPU, and the process group is {dist.get_backend()} only; call "
-            'init_process_group("cpu:gloo,cuda:nccl")'
+            f'cpu_offload needs a CPU backend besides {dist.get_backend()}; call init_process_group("cpu:gloo,cuda:nccl")'
         )
     world = dist.get_world_size()
     if settings.kind == "full":
@@ -113,8 +109,7 @@ def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) 
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
     if len(dtypes) > 1:
         raise ConfigError(
-            f"the trained weights have the dtypes {', '.join(dtypes)}, and FSDP shards one; set param_dtype=torch.bfloat16, which "
-            "stores all in float32 and computes in bfloat16, or call apply_lora(..., adapters_in_float32=False)"
+            f"FSDP shards one dtype, and the trained weights have {', '.join(dtypes)}; set param_dtype=torch.bfloat16"
         )
     if settings.activation_checkpointing:
         enable_checkpointing(model)

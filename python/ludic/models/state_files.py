@@ -145,8 +145,7 @@ def _read_shards_of_model(model: nn.Module, folder: Path) -> None:
             target = own[places[name]]
             if target.shape != like.shape:
                 raise CheckpointError(
-                    f"{name} in {folder} has shape {tuple(like.shape)}, the model's is {tuple(target.shape)}; build the model "
-                    "from the same config"
+                    f"{name} in {folder} has shape {tuple(like.shape)}, not {tuple(target.shape)}; use the same config"
                 )
     sizes = {name: get_local(own[places[name]]).numel() * like.element_size() for name, like in described.items()}
     for names in split_in_buckets(sizes, MAPPED_BYTES):
@@ -174,7 +173,7 @@ def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -
     for name in others:
         if own[name].is_floating_point() != state[name].is_floating_point():
             raise CheckpointError(
-                f"{name} in {folder} is {state[name].dtype}, the model's is {own[name].dtype}: it is quantised, or of another model"
+                f"{name} in {folder} is {state[name].dtype}, not {own[name].dtype}; use the model that wrote it"
             )
     if others:
         stored, wanted = state[others[0]].dtype, own[others[0]].dtype
@@ -231,9 +230,7 @@ def make_adapter_options(model: Any) -> dict[str, bool]:
 def _map_stored_adapter(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
     """`map_adapter_names`. Raises CheckpointError for adapters that do not fit the model."""
     if not has_adapters(model):
-        raise CheckpointError(
-            f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
-        )
+        raise CheckpointError(f"{folder} holds an adapter, {type(model).__name__} has none; wrap it with the same LoRA config")
     places = map_adapter_names(model)
     missing, unknown = sorted(set(places) - set(stored)), sorted(set(stored) - set(places))
     if missing or unknown:
@@ -245,8 +242,7 @@ def _map_stored_adapter(model: nn.Module, stored: Mapping[str, Tensor], folder: 
     for name, tensor in stored.items():
         if own[places[name]].shape != tensor.shape:
             raise CheckpointError(
-                f"{name} in {folder} has shape {tuple(tensor.shape)}, the model's is {tuple(own[places[name]].shape)}; wrap the model "
-                "with the same LoRA config: the ranks differ"
+                f"{name} in {folder} has shape {tuple(tensor.shape)}, not {tuple(own[places[name]].shape)}; use the same LoRA config"
             )
     return places
 
@@ -284,14 +280,11 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
     its own parts."""
     stored = read_json(folder / "optimizer.json")
     if stored["class"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"{folder} holds the state of {stored['class']}, the optimizer is {type(optimizer).__name__}; use the same, or load without it"
-        )
+        raise CheckpointError(f"{folder} is of {stored['class']}, the optimizer is {type(optimizer).__name__}; use the same")
     sizes = [[len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
-            f"the optimizer state in {folder} has parameter groups of {sizes[0]} parameters, the optimizer of {sizes[1]}; "
-            "train the same parameters, or load without the optimizer"
+            f"the optimizer state in {folder} has groups of {sizes[0]} parameters, not {sizes[1]}; train the same parameters"
         )
     # Position among all groups. Older versions wrote the names of sharded parameters as keys.
     numbers = {str(key): number for number, key in enumerate(key for group in stored["param_groups"] for key in group["params"])}
@@ -440,9 +433,7 @@ def find_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         return [MODEL], None
     pickled = [name for name in PICKLED if (folder / name).exists()]
     if pickled:
-        raise CheckpointError(
-            f"{folder} holds {pickled[0]}, which is pickled: reading it can run code. Convert it to safetensors where you trust it"
-        )
+        raise CheckpointError(f"{folder} holds {pickled[0]}, which is pickled and can run code; convert it to safetensors")
     raise FileNotFoundError(f"{folder} holds no weights: neither {INDEX} nor {MODEL} nor {ADAPTER}")
 
 

@@ -162,9 +162,7 @@ class StoredTensors:
                 result[make_slices(shared, wanted)] = part.file.get_slice(name)[make_slices(shared, part.region)]
                 covered += count_elements(shared)
         if covered != count_elements(wanted):
-            raise CheckpointError(
-                f"{name} is not whole: its files have {covered} of {count_elements(wanted)} elements of {wanted}"
-            )
+            raise CheckpointError(f"{name} is not whole: files have {covered} of {count_elements(wanted)} elements of {wanted}")
         return result
 
     def __enter__(self) -> StoredTensors:

@@ -268,7 +268,7 @@ async def test_one_client_samples_from_one_server_and_scores_at_another(server):
         assert using.score_sync(ScoringRequest.from_list("rm", [[10]], normalize=False))[0].scores == [0.1]
         with pytest.raises(ConfigError, match="policy"):
             await using.get_server_info("other")
-        with pytest.raises(InferenceError, match="inference only"):
+        with pytest.raises(InferenceError, match="cannot push weights"):
             using.sync_reward_weights({"score.weight": 1})
         assert not using.reads_ids_of(tokenizer())
         await using.close_async_session()

@@ -61,9 +61,9 @@ def test_heads_that_are_cut_along_the_vocabulary_have_the_gradients_of_one_proce
 def test_heads_that_are_cut_in_another_way_use_all_logits_and_one_line_says_so(found):
     for rank in found["refused"]:
         for case, line in {
-            "along the width": "placed as (Shard(dim=1),), not cut along the vocabulary",
-            "over two dimensions": "(Shard(dim=0), Shard(dim=0)), not cut along the vocabulary",
-            "with adapters": "along the vocabulary, and has adapters",
+            "along the width": "the output layer has (Shard(dim=1),); cut its vocabulary over one mesh dimension",
+            "over two dimensions": "(Shard(dim=0), Shard(dim=0)); cut its vocabulary over one mesh dimension",
+            "with adapters": "the output layer is cut along the vocabulary, and has adapters",
         }.items():
             assert not rank[case]["skips"]
             [warning] = rank[case]["warnings"]

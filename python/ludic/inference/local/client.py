@@ -108,18 +108,13 @@ class LocalChatClient:
         if max_batch_size < 1:
             raise ConfigError(f"max_batch_size ({max_batch_size}) must be >= 1")
         if is_sharded(model):
-            raise ConfigError(
-                f"{type(model).__name__} is sharded, and one rank alone cannot sample from it; give the client a whole model, which a "
-                "LocalPublisher updates, or sample on servers (`ludic train sharding=full` does the first)"
-            )
+            raise ConfigError(f"{type(model).__name__} is sharded; give the client a whole model, or sample on servers")
         if prefix_cache_bytes < 0:
             raise ConfigError(f"prefix_cache_bytes ({prefix_cache_bytes}) must be >= 0; 0 disables the cache between turns")
         if logprobs_mode not in ("raw", "processed"):
             raise ConfigError(f"logprobs_mode ({logprobs_mode!r}) must be 'raw' or 'processed'")
         if not copy_model and (device is not None or dtype is not None):
-            raise ConfigError(
-                "device and dtype apply to the client's own copy of the model; set copy_model=True, or leave them out"
-            )
+            raise ConfigError("device and dtype are of a copy of the model; set copy_model=True, or leave them out")
         pin_rope(model)
         self.model = copy_for_sampling(model, device, dtype) if copy_model else model
         self.tokenizer = tokenizer

@@ -79,15 +79,11 @@ class Bounds:
             raise InferenceError("the prompt has no tokens; a model needs at least one to continue")
         if self.vocabulary is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocabulary:
             wrong = next(token for token in prompt_ids if not 0 <= token < self.vocabulary)
-            raise InferenceError(
-                f"token id {wrong} of the prompt is outside the model's vocabulary of {self.vocabulary}; check the tokenizer"
-            )
+            raise InferenceError(f"token id {wrong} of the prompt must be below the model's vocabulary size {self.vocabulary}")
         if self.context is None:
             return None
         if len(prompt_ids) >= self.context:
-            raise InferenceError(
-                f"the prompt has {len(prompt_ids)} tokens, the model's context is {self.context}; shorten the prompt"
-            )
+            raise InferenceError(f"the prompt has {len(prompt_ids)} tokens, the context {self.context}; shorten the prompt")
         return self.context - len(prompt_ids)
 
 

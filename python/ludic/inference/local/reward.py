@@ -99,9 +99,7 @@ class LocalRewardModel:
         check_one_label(n_labels)
         logits_NL = await run_in_thread(self._logits, list(inputs), pooling_type)
         if logits_NL.shape[1] != 1:
-            raise ConfigError(
-                f"{self.name} has {logits_NL.shape[1]} labels, but a reward is one number; use a model with one label"
-            )
+            raise ConfigError(f"{self.name} has {logits_NL.shape[1]} labels; a reward is one number: use a model with one label")
         return _apply_activation(logits_NL, normalize)[:, 0].tolist()
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
@@ -195,9 +193,7 @@ class LocalRewardModel:
         if pooling is PoolingType.STEP:
             raise ConfigError("pooling_type=step is reserved: scores for each step are not implemented")
         if self._head is None and pooling not in (None, PoolingType.CLS):
-            raise ConfigError(
-                f"{self.name} is an encoder that computes its score from its first token; use pooling_type=cls or None"
-            )
+            raise ConfigError(f"{self.name} is an encoder that scores its first token; use pooling_type=cls or None")
         vocabulary = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
         room = find_context(self.model)
         for index, ids in enumerate(sequences):
@@ -206,10 +202,7 @@ class LocalRewardModel:
             if room is not None and len(ids) > room:
                 raise DataError(f"sequence {index} has {len(ids)} tokens, the context of {self.name} is {room}; shorten it")
             if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
-                raise DataError(
-                    f"sequence {index} has a token id outside 0..{vocabulary - 1}, the vocabulary of {self.name}; were these ids made "
-                    "by another tokenizer?"
-                )
+                raise DataError(f"sequence {index} has a token id outside 0..{vocabulary - 1}, the vocabulary of {self.name}")
 
 
 def _pool(hidden_BTH: Tensor, mask_BT: Tensor, lengths_B: Tensor, pooling: PoolingType) -> Tensor:

@@ -28,10 +28,7 @@ def select_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
     if request is None or request.tool_choice == "none":
         return []
     if request.tool_choice not in ("auto", None):
-        raise ConfigError(
-            f"tool_choice ({request.tool_choice!r}) cannot be forced here; use 'auto', 'none' to offer no tools, or a server with "
-            "constrained decoding"
-        )
+        raise ConfigError(f"tool_choice ({request.tool_choice!r}) must be 'auto', or 'none' to offer no tools, in this client")
     return list(request.tools)
 
 
@@ -115,16 +112,14 @@ class ChatTemplate:
         if not template:
             if tools:
                 raise ConfigError(
-                    "the tokenizer has no chat template, so the model cannot be shown tools; set tokenizer.chat_template to one that "
-                    "renders them, or use an agent without tools"
+                    "the tokenizer has no chat template to show tools with; set tokenizer.chat_template to one that renders them"
                 )
             return _join_contents(messages)
         text = str(self.apply(messages, prompt=True, tokenize=False, tools=tools, **template_kwargs))
         if tools and (key := (template, json.dumps(tools))) not in self._checked:
             if text == self.apply(messages, prompt=True, tokenize=False, **template_kwargs):
                 raise ConfigError(
-                    "the tokenizer's chat template ignores tools, so the model would not see them; set tokenizer.chat_template to one "
-                    "that renders `tools`, or use an agent without tools"
+                    "the tokenizer's chat template ignores tools; set tokenizer.chat_template to one that renders `tools`"
                 )
             self._checked.add(key)
         return text
@@ -171,8 +166,7 @@ class ChatTemplate:
         call = text[max(0, text.rfind(OPENING, 0, place)) : end + len(CLOSING) if end >= 0 else len(text)]
         if not parse_tool_calls(call):
             raise ConfigError(
-                f"the chat template writes a call as {call[:120]!r}, and calls are read as "
-                f'{OPENING}{{"name": ..., "arguments": {{...}}}}{CLOSING}, so that none would be found'
+                f'the chat template writes a call as {call[:120]!r}; it must be {OPENING}{{"name": ..., "arguments": {{...}}}}{CLOSING}'
             )
 
 
@@ -261,8 +255,7 @@ def _join_contents(messages: Sequence[Message]) -> str:
     if len(messages) < 2 or (len(messages) == 2 and roles[0] in ("system", "developer")):
         return "\n\n".join(content for content in contents if content)
     raise ConfigError(
-        f"the prompt is a conversation of {len(messages)} messages ({', '.join(roles)}), and the tokenizer has no chat template to "
-        "render them; set tokenizer.chat_template, or use prompts of one message"
+        f"the prompt has {len(messages)} messages ({', '.join(roles)}), and the tokenizer no chat template; set tokenizer.chat_template"
     )
 
 

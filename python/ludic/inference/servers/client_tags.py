@@ -104,9 +104,8 @@ class ClientTag:
         if not seen:
             if self.policy == "require_echo":
                 raise self._error(
-                    "the response has no client_tag. A shared server must echo it: start it with --middleware "
-                    "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
-                    "client_tag_policy='lenient' if no other client uses the server"
+                    "the response has no client_tag; start the server with `ludic serve --client-tags`, "
+                    "or set client_tag_policy='lenient' if no other client uses it"
                 )
             self.counts.untagged += 1
         return filtered
@@ -182,7 +181,5 @@ def _headers(env: Mapping[str, str]) -> dict[str, str]:
     except ValueError:
         headers = None
     if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
-        raise ConfigError(
-            'VLLM_EXTRA_HEADERS must be a JSON object of strings, such as {"X-Team": "rl"}; its value, which may be a key, is not shown'
-        )
+        raise ConfigError('VLLM_EXTRA_HEADERS (not shown) must be a JSON object of strings, such as {"X-Team": "rl"}')
     return headers

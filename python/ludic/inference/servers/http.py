@@ -79,9 +79,7 @@ class HttpResponse:
         try:
             decoded: T = _decoder(kind).decode(self.body)
         except msgspec.ValidationError as error:
-            raise InferenceError(
-                f"{self.url} answered {self.excerpt()}, which does not have the expected form: {error}"
-            ) from error
+            raise InferenceError(f"{self.url} answered {self.excerpt()}, not the expected form: {error}") from error
         except (ValueError, RecursionError) as error:
             broken = any(word in self.body for word in (b"NaN", b"Infinity"))
             cause = "numbers that are not finite; check the server's weights" if broken else "is this the right address?"
@@ -237,10 +235,7 @@ def is_refused(error: ServerUnreachableError) -> bool:
 async def _read_body(response: Response, url: str, max_bytes: int) -> bytes:
     encoding = response.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
-        raise InferenceError(
-            f"{url} answered in the encoding {encoding[:40]!r}; no encoding was requested, and none is accepted: a small body can "
-            "decompress to one that fills the memory"
-        )
+        raise InferenceError(f"{url} answered in the encoding {encoding[:40]!r}; answers must have no content encoding")
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk

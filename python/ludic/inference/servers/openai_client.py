@@ -81,9 +81,7 @@ class OpenAIChatClient:
 
     def sync_weights(self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Always raises InferenceError: OpenAI's interface cannot replace weights."""
-        raise InferenceError(
-            f"{self.base_url} is used through OpenAI's interface, which cannot replace weights; use a client that can push them"
-        )
+        raise InferenceError(f"{self.base_url} has OpenAI's interface, which cannot replace weights; use another client")
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -239,8 +239,7 @@ class VLLMChatClient(PushTarget):
     def _check_pushes_weights(self) -> None:
         if not self.enable_weight_updates:
             raise InferenceError(
-                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
-                "were started to take them (`ludic serve --weights`)"
+                "this client cannot push weights; make it with enable_weight_updates=True, for `ludic serve --weights`"
             )
 
     def follow_restarts(self, restarts: Restarts) -> None:
@@ -249,9 +248,7 @@ class VLLMChatClient(PushTarget):
         Raises ConfigError for a client without `tokenizer`, whose answers do not say what sampled
         them."""
         if isinstance(self._completions, ChatCompletions):
-            raise ConfigError(
-                "servers that are restarted need a client with tokenizer=: only then do answers say which weights they are of"
-            )
+            raise ConfigError("servers that are restarted need a client that knows its tokens; pass tokenizer=")
         self._servers.pool.restarts = restarts
 
     def require_version(self, version: int) -> None:

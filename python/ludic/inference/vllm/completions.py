@@ -178,8 +178,7 @@ class RenderedCompletions:
         closing = () if limit is None else self._tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]
         if limit is not None and not respects_limit(ids, limit, closing):
             raise InferenceError(
-                f"the server did not end the thinking after max_think ({limit}) tokens; start it with the logits processor for "
-                "that (`ludic serve --think-limits`)"
+                f"the thinking went beyond max_think ({limit}) tokens; start the server with `ludic serve --think-limits`"
             )
 
 

@@ -81,9 +81,7 @@ class VllmEndpoints(ServerCalls):
         again."""
         answer: Any = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
-            raise InferenceError(
-                f"{self.url} could not reset its prefix cache; it would sample with keys and values of the old weights"
-            )
+            raise InferenceError(f"{self.url} could not reset its prefix cache, which has keys and values of the old weights")
 
     def rpc(self, name: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of every worker. Returns their answers."""

@@ -378,9 +378,7 @@ def check_has_vllm(python: str) -> None:
     try:
         missing = subprocess.run([python, "-c", code], capture_output=True, timeout=IMPORT_CHECK_TIMEOUT_S).returncode != 0
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"{python} took more than {IMPORT_CHECK_TIMEOUT_S:g} s to report whether it has vLLM; name another interpreter"
-        ) from error
+        raise ConfigError(f"{python} took {IMPORT_CHECK_TIMEOUT_S:g} s to look for vLLM; name another interpreter") from error
     if missing:
         raise ConfigError(missing_vllm_message(python))
 

@@ -154,8 +154,7 @@ class ContextRoom:
             return sampling
         if len(prompt_ids) >= length:
             raise InferenceError(
-                f"the prompt has {len(prompt_ids)} tokens and the server's context {length}, which leaves no room for a completion; "
-                "shorten the prompt or start the server with a larger --max-model-len"
+                f"the prompt ({len(prompt_ids)} tokens) fills the server's context ({length}); shorten it, or raise --max-model-len"
             )
         self._handle_overflow(model, len(prompt_ids), sampling.max_tokens)
         return replace(sampling, max_tokens=length - len(prompt_ids))
@@ -171,9 +170,8 @@ class ContextRoom:
     def _handle_overflow(self, model: str, prompt: int, max_tokens: int) -> None:
         if self._on_overflow == "error":
             raise ConfigError(
-                f"the prompt ({prompt} tokens) and max_tokens ({max_tokens}) must fit into the server's context ({self._length(model)}), "
-                "which would silently clip the completion; lower max_tokens, start the server with a larger --max-model-len, or set "
-                "on_overflow='clip'"
+                f"the prompt ({prompt} tokens) and max_tokens ({max_tokens}) must fit into the server's context "
+                f"({self._length(model)}); lower max_tokens, raise the server's --max-model-len, or set on_overflow='clip'"
             )
         self.clipped += 1
 

@@ -125,9 +125,7 @@ def check_tokens(
     from ludic.columns import find_token_fault  # loads numpy
 
     if logprobs is not None and len(ids) != len(logprobs):
-        raise InferenceError(
-            f"{name} returned {len(logprobs)} log-probabilities for {len(ids)} tokens; there must be one for each"
-        )
+        raise InferenceError(f"{name} returned {len(logprobs)} log-probabilities for {len(ids)} tokens; each needs one")
     if len(ids) > max_tokens:
         raise InferenceError(f"{name} returned {len(ids)} tokens; the request allows max_tokens ({max_tokens})")
     if fault := find_token_fault(ids, logprobs, vocab_size):
@@ -177,9 +175,7 @@ class ResponseReader:
         ).response()
         spec, ids = request.return_, chat.completion_token_ids
         if spec.return_token_ids and (ids is None or chat.prompt_token_ids is None):
-            raise InferenceError(
-                "the server did not return the requested token ids; it must support return_token_ids (vLLM 0.10.2 and later)"
-            )
+            raise InferenceError("the server did not return token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
         if spec.return_chosen_logprobs and chat.completion_logprobs is None and ids != []:
             raise InferenceError("the server did not return the requested log-probabilities; start it without --max-logprobs 0")
         if ids is not None:
@@ -197,13 +193,10 @@ class ResponseReader:
         name, choice = self.name, _first_choice(answer.choices, self.name)
         prompt = choice.prompt_token_ids if answer.prompt_token_ids is None else answer.prompt_token_ids
         if prompt is None:
-            raise InferenceError(
-                f"{name} did not return the prompt that it read; it must return prompt_token_ids if return_token_ids is set"
-            )
+            raise InferenceError(f"{name} did not return prompt_token_ids, as it must if return_token_ids is set")
         if prompt != list(request.prompt_ids):
             raise InferenceError(
-                f"{name} read a prompt of {len(prompt)} tokens, not the {len(request.prompt_ids)} tokens that were sent; nothing on the "
-                "way to the model may change token ids"
+                f"{name} read a prompt of {len(prompt)} tokens, not the {len(request.prompt_ids)} tokens that were sent"
             )
         ids, logprobs = choice.token_ids, choice.logprobs or Logprobs()
         if ids is None:
@@ -216,9 +209,7 @@ class ResponseReader:
             raise InferenceError(f"{name} returned log-probabilities of other tokens than the sampled ones")
         spans = choice.weight_versions or []
         if not all(0 <= span["start"] <= span["end"] <= len(ids) for span in spans):
-            raise InferenceError(
-                f"{name} returned the weight versions {str(spans)[:200]} for {len(ids)} tokens; each span must lie within the tokens"
-            )
+            raise InferenceError(f"{name} returned weight versions {str(spans)[:200]}, which must lie within {len(ids)} tokens")
         for span in spans:
             check_served_version(span["version"], name)
         return SampledTokens(ids, values, choice.finish_reason, choice.stop_reason, spans)

@@ -123,8 +123,7 @@ class VLLMScoringClient:
             raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
         if request.pooling_type is not self.pooling_type:
             raise ConfigError(
-                f"pooling_type ({request.pooling_type.value}) differs from the server's, {self.pooling_type.value}; start the server "
-                f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\' and the client with the same pooling_type'
+                f"pooling_type ({request.pooling_type.value}) must be the server's ({self.pooling_type.value}); set it in --pooler-config"
             )
         logits: dict[int, list[float]] = {}
         answers, bodies, usages = [], [], []
@@ -289,8 +288,7 @@ def _read_logits(answer: _Scores, expected: int, n_labels: int, url: str) -> lis
             raise InferenceError(f"{url} returned the scores {str(entry.probs)[:200]}; they must be finite")
         if len(entry.probs) != n_labels:
             raise ConfigError(
-                f"the model of {url} has {len(entry.probs)} labels, but the request has n_labels={n_labels}; "
-                "a reward is one number"
+                f"the model of {url} has {len(entry.probs)} labels, but n_labels={n_labels}; a reward is one number"
             )
         rows[len(rows) if entry.index is None else entry.index] = entry.probs
     if sorted(rows) != list(range(expected)):

@@ -102,8 +102,7 @@ class VLLMServers:
             return
         if stale := [span["version"] for span in spans if not is_at_least(span["version"], least)] or ([] if spans else [None]):
             raise StaleWeightsError(
-                f"{server.url} samples with version {stale[0]} of the weights, not with {least} or a later one; it was restarted, or "
-                "missed a push"
+                f"{server.url} samples with version {stale[0]} of the weights, not with {least} or a later one"
             )
 
     async def has_version(self, version: int) -> bool:
@@ -176,9 +175,7 @@ async def wait_for_servers(headers: Mapping[str, str], urls: Sequence[str], time
             return await _is_healthy(headers, url, _remaining_s(deadline, HEALTH_TIMEOUT_S))
 
         if not await poll_until(is_healthy, deadline=deadline, interval_s=HEALTH_INTERVAL_S):
-            raise _health_timeout(
-                f"{url}/health did not answer within {timeout_s} s; start a server there (`ludic serve`), or pass its host and port"
-            )
+            raise _health_timeout(f"{url}/health did not answer within {timeout_s} s; start a server there (`ludic serve`)")
     try:
         lengths = await read_context_lengths(headers, urls[0], timeout_s=_remaining_s(deadline, MODELS_TIMEOUT_S))
     except ServerTimeoutError as error:

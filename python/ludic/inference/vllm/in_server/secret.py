@@ -27,9 +27,7 @@ def resolve_secret(environment: Mapping[str, str]) -> str:
     if not secret:
         return secrets.token_urlsafe(32)
     if len(secret) < MIN_CHARACTERS or not secret.isascii() or not secret.isprintable() or " " in secret:
-        raise SecretError(
-            f"{VARIABLE} must be at least {MIN_CHARACTERS} printable ASCII characters without spaces; unset it for a random one"
-        )
+        raise SecretError(f"{VARIABLE} must be at least {MIN_CHARACTERS} printable ASCII characters without spaces")
     return secret
 
 
@@ -52,9 +50,7 @@ def store_secret(port: int, secret: str) -> Path:
             file.write(secret)
         os.replace(temporary, path)
     except OSError as error:
-        raise SecretError(
-            f"the server's secret cannot be written to {path} ({error.strerror}); set {FOLDER_VARIABLE} to a folder that is writable"
-        ) from error
+        raise SecretError(f"the secret cannot be written to {path} ({error.strerror}); set {FOLDER_VARIABLE}") from error
     return path
 
 

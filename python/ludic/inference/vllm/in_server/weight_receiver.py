@@ -183,9 +183,7 @@ class WeightReceiver:
             absent = [name for name in neighbours(self.checkpoint.weights, staged) if name not in staged]
             lost = sorted(self._ever_loaded.intersection(absent))
             if lost:
-                raise WeightTransferError(
-                    f"{lost[0]!r} was part of earlier pushes and is missing in this one; push it too, or restart the server"
-                )
+                raise WeightTransferError(f"{lost[0]!r} of earlier pushes is missing; push it too, or restart the server")
             staged.update(self.checkpoint.read(absent))  # they are frozen, as they were never pushed
         self._staged = staged
 
@@ -328,8 +326,7 @@ def _connect_store(address: str, port: int, size: int, timeout_s: float) -> Any:
         return store.result(timeout_s)
     except TimeoutError as error:
         raise WeightTransferError(
-            f"the trainer's store at {address}:{port} did not answer within {timeout_s:g} s; the workers must reach that address: pass "
-            "master_address= to the publisher"
+            f"{address}:{port} of the trainer did not answer within {timeout_s:g} s; pass master_address= to the publisher"
         ) from error
 
 

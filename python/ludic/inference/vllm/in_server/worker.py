@@ -223,8 +223,7 @@ class WeightWorker:
         engine = self.weight_transfer_engine
         if not isinstance(engine, StagedEngine):
             raise WeightTransferError(
-                f"the server's weight transfer backend is not one of {sorted(ENGINES)}; start it with `ludic serve`, or with "
-                '--weight-transfer-config \'{"backend": "gloo"}\''
+                f"the server's weight transfer backend is not one of {sorted(ENGINES)}; start it with `ludic serve`"
             )
         return engine
 
