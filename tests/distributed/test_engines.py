@@ -528,6 +528,6 @@ async def test_settings_of_a_sync_are_checked(checkpoint):
         await sync_weights_to_engines([engine], path, policy=True)
     with pytest.raises(ConfigError, match="retries"):
         await sync_weights_to_engines([engine], path, retries=-1)
-    with pytest.raises(ConfigTypeError, match="is no engine"):
+    with pytest.raises(ConfigTypeError, match="needs `async def update_weights_from_checkpoint"):
         await sync_weights_to_engines(["http://127.0.0.1:1"], path)
     assert engine.version == "default"

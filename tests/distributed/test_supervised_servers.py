@@ -564,7 +564,7 @@ async def test_an_actor_may_be_set_back_with_its_trainer(fleet):
 
 def test_a_client_whose_answers_do_not_say_what_sampled_them_is_refused(fleet):
     client = VLLMChatClient(urls=fleet(1).urls)
-    with pytest.raises(ConfigError, match="need a client with tokenizer="):
+    with pytest.raises(ConfigError, match="pass tokenizer="):
         client.follow_restarts(Restarts(lambda number: None))
 
 

@@ -156,7 +156,7 @@ def test_a_publisher_that_keeps_pushing_stale_weights_is_detected(start):
             inner.publish(stale, version=version)
 
     trainer = trainer_with(server, model, Batches(*[1.0] * 100), Stale())
-    with pytest.raises(PublishError, match=r"published model the one .*trained"):
+    with pytest.raises(PublishError, match="check the published model"):
         trainer.train_sync(100)
     assert trainer.current_step == MOST_IN_A_ROW + 1
 

@@ -56,12 +56,12 @@ def test_everything_else_is_one_process(environ):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({**TORCHRUN, "RANK": "16"}, "this is rank 16 of 16"),
+        ({**TORCHRUN, "RANK": "16"}, "rank 16 of 16"),
         ({**TORCHRUN, "RANK": "x"}, "RANK=x"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR"),
         (
             {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"},
-            "neither SLURM_STEP_NODELIST nor MASTER_ADDR",
+            "SLURM_STEP_NODELIST and MASTER_ADDR are not set",
         ),
     ],
 )

@@ -135,16 +135,12 @@ def _check_arguments(engines: Sequence[InferenceEngine], checkpoint_path: str, p
         raise ConfigError("checkpoint_path is empty; give the folder of the checkpoint")
     is_number = isinstance(policy, int) and not isinstance(policy, bool)
     if policy not in ("all", "any") and not (is_number and 1 <= int(policy) <= len(engines)):
-        raise ConfigError(
-            f"policy ({policy!r}) must be 'all', 'any', or a number from 1 to {len(engines)}, the number of engines"
-        )
+        raise ConfigError(f"policy ({policy!r}) must be 'all', 'any', or 1 to {len(engines)}, the number of engines")
     if retries < 0:
         raise ConfigError(f"retries ({retries}) must be >= 0")
     for engine in engines:
         if not hasattr(engine, "update_weights_from_checkpoint"):
-            raise ConfigTypeError(
-                f"{engine!r} is no engine; it needs `async def update_weights_from_checkpoint(self, path) -> dict`"
-            )
+            raise ConfigTypeError(f"{engine!r} needs `async def update_weights_from_checkpoint(self, path) -> dict`")
 
 
 async def sync_returned_engines(engines: Sequence[InferenceEngine]) -> list[EngineAnswer | None]:

@@ -162,9 +162,8 @@ class UnchangedWeights:
         self._in_a_row += self.change_expected
         if self._in_a_row >= MOST_IN_A_ROW:
             raise PublishError(
-                f"{self._in_a_row} pushes in a row, up to version {version}, did not change the {self.what} in the server's {dtype}: is "
-                "the published model the one that is trained, is the learning rate so small that the dtype rounds its steps away, did the "
-                "gradient vanish? allow_unchanged=True publishes them anyway"
+                f"{self._in_a_row} pushes in a row, up to version {version}, did not change the {self.what} in the server's {dtype}; "
+                f"raise the learning rate, check the published model, or set allow_unchanged=True"
             )
         logger.warning(
             "the %s of version %s equal the ones of version %s; the servers %s version %s (%s)",

@@ -127,9 +127,7 @@ class _Child:
         while not message.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._link], [], [], left)[0]:
-                raise LaunchError(
-                    f"{self.name} was not started within {START_S:g} s: the machine is overloaded; see {self.log.path}"
-                )
+                raise LaunchError(f"{self.name} was not started within {START_S:g} s; see {self.log.path}")
             if not (part := self._link.recv(4096)):
                 raise LaunchError(f"{self.name} cannot be started: its guard failed; see {self.log.path}\n{self.log.tail()}")
             message += part
@@ -225,8 +223,7 @@ class GpuPool:
         count = max(1, int(process.gpus))
         if len(fitting) < count:
             raise LaunchError(
-                f"{process.name} needs {process.gpus:g} GPUs, but of the {len(self._free)} of this machine only {len(fitting)} have room; "
-                f"ask for fewer, or set {VISIBLE} to more"
+                f"{process.name} needs {process.gpus:g} GPUs, and {len(fitting)} of {len(self._free)} have room; ask for fewer"
             )
         chosen = sorted((gpu for _, gpu in fitting[:count]), key=list(self._free).index)  # the fullest that fits
         for gpu in chosen:

@@ -53,15 +53,11 @@ class Process:
         if not self.argv or not all(isinstance(part, str) and "\0" not in part for part in self.argv):
             raise ConfigError(f"the command of {self.name} ({self.argv!r}) must be one or more texts without null characters")
         if not (self.cpus >= 0 and self.gpus >= 0 and self.restarts >= 0):
-            raise ConfigError(
-                f"cpus ({self.cpus}), gpus ({self.gpus}) and restarts ({self.restarts}) of {self.name} must be 0 or more"
-            )
+            raise ConfigError(f"cpus ({self.cpus}), gpus ({self.gpus}), restarts ({self.restarts}) of {self.name} must be >= 0")
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise ConfigError(f"gpus ({self.gpus}) of {self.name} must be a whole number, or less than 1 to share one")
         if bad := [key for key, value in self.env.items() if not _VARIABLE.fullmatch(key) or "\0" in value]:
-            raise ConfigError(
-                f"environment of {self.name}: {', '.join(map(repr, bad))} cannot be set; use letters, digits and `_`"
-            )
+            raise ConfigError(f"environment of {self.name}: {', '.join(map(repr, bad))} must be of letters, digits and `_`")
 
     def named_hosts(self) -> set[str]:
         """The processes whose machines the command names."""

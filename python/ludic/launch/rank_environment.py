@@ -72,9 +72,7 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int 
         return None
     environment = _read_torchrun(environ, world_size) if is_torchrun else _read_slurm(environ, world_size, port)
     if not 0 <= environment.rank < environment.world_size:
-        raise ConfigError(
-            f"the environment says that this is rank {environment.rank} of {environment.world_size}; ranks count from 0"
-        )
+        raise ConfigError(f"the environment has rank {environment.rank} of {environment.world_size}; ranks count from 0")
     return environment
 
 
@@ -95,9 +93,7 @@ def _read_torchrun(environ: Mapping[str, str], world_size: int) -> RankEnvironme
 def _read_slurm(environ: Mapping[str, str], world_size: int, port: int | None) -> RankEnvironment:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if "MASTER_ADDR" not in environ and not nodes:
-        raise ConfigError(
-            "the environment has neither SLURM_STEP_NODELIST nor MASTER_ADDR; set MASTER_ADDR to the host of rank 0"
-        )
+        raise ConfigError("SLURM_STEP_NODELIST and MASTER_ADDR are not set; set MASTER_ADDR to the host of rank 0")
     job, step = (_read_number(environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     derived = LOWEST_PORT + (16 * job + step) % NUM_PORTS
     return RankEnvironment(

@@ -159,9 +159,7 @@ class RayPlace(Place):
         answered = self._wait(replies, max(0.0, deadline + self._room_s - time.monotonic()))
         for held in self._held.values():
             if held.reply not in answered:
-                raise LaunchError(
-                    f"the actor of {held.process.name} is not up after {self._room_s:g} s; is the cluster overloaded?"
-                )
+                raise LaunchError(f"the actor of {held.process.name} is not up after {self._room_s:g} s; check the cluster")
             self._note_machine(held)
             held.stage, held.reply = "idle", None
 
@@ -190,14 +188,10 @@ class RayPlace(Place):
         try:
             machine = self._ray.get(held.reply, timeout=CALL_S)
         except self._ray.exceptions.RayError as error:
-            raise LaunchError(
-                f"the actor of {name} cannot start; ludic must be installed on every machine: {_last_line(error)}"
-            ) from error
+            raise LaunchError(f"the actor of {name} cannot start; install ludic on every machine: {_last_line(error)}") from error
         for package, own in installed_versions().items():
             if machine["versions"][package] != own:
-                raise LaunchError(
-                    f"{machine['host']} has {package} {machine['versions'][package]}, this machine has {own}; install the same on all"
-                )
+                raise LaunchError(f"{machine['host']} has {package} {machine['versions'][package]}, not {own}; install the same")
         if not (machine["token"] or self._insecure):
             raise ConfigError(_WITHOUT_TOKEN.format(where=machine["address"]))
         self._hosts[name] = machine
@@ -275,9 +269,7 @@ def _last_line(error: Exception) -> str:
 def _connect(address: str, *, insecure: bool, options: dict[str, Any]) -> ModuleType:
     """Connect to the cluster, or start a local one. Returns the module `ray`."""
     if not insecure and os.environ.setdefault(MODE, TOKEN) != TOKEN:
-        raise ConfigError(
-            f"{MODE} is {os.environ[MODE]}, but a Ray cluster without a token is refused; unset it, or set place.insecure=true"
-        )
+        raise ConfigError(f"{MODE} is {os.environ[MODE]}, and a token is required; unset it, or set place.insecure=true")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -292,9 +284,7 @@ def _connect(address: str, *, insecure: bool, options: dict[str, Any]) -> Module
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"the Ray cluster {address} cannot be used ({error}); check the address, and the token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
-        ) from error
+        raise LaunchError(f"the Ray cluster {address} cannot be used ({error}); check it and RAY_AUTH_TOKEN") from error
     return ray
 
 

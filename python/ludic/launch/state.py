@@ -72,6 +72,4 @@ def read_launch(folder: Path) -> LaunchState | None:
         processes = [ProcessState(**process) for process in content.pop("processes")]
         return LaunchState(**content, processes=processes)
     except (TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or of another version ({error}); it only serves `ludic status`: delete it"
-        ) from error
+        raise CheckpointError(f"{path} is damaged or of another version ({error}); delete it") from error

@@ -101,9 +101,7 @@ class Supervisor:
     ) -> None:
         check_processes(list(processes))
         if not any(process.role == until for process in processes):
-            raise LaunchError(
-                f"no process has the role {until}, so the run would have no end; roles: {sorted({p.role for p in processes})}"
-            )
+            raise LaunchError(f"no process has the role {until}; roles: {sorted({p.role for p in processes})}")
         self._place, self._folder, self._until, self._note = place, folder, until, note
         self._least = sum(process.role == until for process in processes) if least is None else least
         self._stop_grace_s, self._others_grace_s, self._clock, self._sleep = stop_grace_s, others_grace_s, clock, sleep

@@ -108,8 +108,7 @@ class SGLangPublisher(Publisher):
         self.client.weights_changed(old, lost=[server.url for server in lost])
         state = f"; these could not return to version {old or 'default'}, restart them: {list_urls(lost)}" if lost else ""
         raise PublishError(
-            f"version {version} was not published, and the servers serve version {old or 'default'} again ({describe_failures(failures)})"
-            f"{state}"
+            f"version {version} was not published, servers are back at {old or 'default'} ({describe_failures(failures)}){state}"
         ) from next(iter(failures.values()))
 
     def _load(self, server: SGLangEndpoints, folder: Path, version: str | None) -> None:
@@ -150,9 +149,7 @@ def create_checkpoint_publisher(
     if not isinstance(client, SGLangClient):
         return create_vllm_publisher(client, directory=directory, **options)
     if model is None:
-        raise ConfigError(
-            "SGLang reads config and tokenizer from the folder of the weights; pass model=, the folder that the servers were started with"
-        )
+        raise ConfigError("SGLang reads config and tokenizer with the weights; pass model=, the folder of the servers")
     publisher = SGLangPublisher(client, directory, model=model, **options)
     client.connect_publisher(publisher)
     return publisher

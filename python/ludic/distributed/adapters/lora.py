@@ -44,8 +44,7 @@ class LoraPublisher(Publisher):
 
         if is_sharded(model):
             raise ConfigError(
-                "rank 0 alone publishes, and the adapters of a sharded model are shared out over all ranks; publish merged weights "
-                "(create_vllm_publisher), or leave the model whole on each rank"
+                "rank 0 has only a part of a sharded model's adapters; publish merged weights (create_vllm_publisher)"
             )
         self.target = as_push_target(client)
         self.servers = [VllmEndpoints(url, headers=self.target.request_headers) for url in self.target.all_urls()]
@@ -118,8 +117,7 @@ class LoraPublisher(Publisher):
         if failures:
             run_on_all([server for server in self.servers if server not in failures], lambda server: server.unload_adapter(name))
             raise PublishError(
-                f"adapter {name} was not published, and all servers still serve {self.served_name or 'the model'}: "
-                f"{describe_failures(failures)}"
+                f"adapter {name} was not published, servers keep {self.served_name or 'the model'}: {describe_failures(failures)}"
             ) from next(iter(failures.values()))
         self._loaded.append(name)
         self._folder = folder

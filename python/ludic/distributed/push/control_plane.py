@@ -90,9 +90,7 @@ class VllmControlPlane:
         manifest, *others = [link.manifest for link in self._live]
         assert manifest is not None
         if any(other != manifest for other in others):
-            raise PublishError(
-                f"the servers {list_urls(self._live)} serve models of different shapes or dtypes; serve the same on all"
-            )
+            raise PublishError(f"the servers {list_urls(self._live)} serve different shapes or dtypes; serve the same on all")
         return manifest
 
     def expect(self, sent: Mapping[str, str], served: Mapping[str, str] | None = None) -> None:

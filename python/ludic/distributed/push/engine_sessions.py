@@ -157,9 +157,7 @@ class CustomSession(EngineSession):
         if inspect.isawaitable(answer):
             answer = await self._wait(answer)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("success", True), bool):
-            raise PublishError(
-                f'{self.name} answered {str(answer)[:200]!r}; it must return a mapping such as {{"success": True}}'
-            )
+            raise PublishError(f'{self.name} answered {str(answer)[:200]!r}; it must return a mapping like {{"success": True}}')
         if not answer.get("success", "error" not in answer):
             reason = answer.get("error") or answer.get("message") or dict(answer)
             raise PublishError(f"{self.name} did not load the weights: {reason}")

@@ -45,10 +45,7 @@ class ServerManifest:
         """Read a worker's answer to `ludic_manifest`. Raises PublishError if the worker found no
         checkpoint."""
         if answer.get("weights") is None:
-            raise PublishError(
-                f"{url} found no safetensors of its own model, so a push cannot be checked against it; start it from a folder or a "
-                "downloaded model"
-            )
+            raise PublishError(f"{url} found no safetensors of its model; start it from a folder or a downloaded model")
         weights = {name: (tuple(weight["shape"]), str(weight["dtype"])) for name, weight in answer["weights"].items()}
         tied = bool(answer["tied"])
         if tied:
@@ -126,8 +123,7 @@ def drop_tied_head(weights: Weights, manifest: ServerManifest) -> Weights:
     embeddings = [tensor for name, tensor in weights.items() if name.endswith(EMBEDDING)]
     if embeddings and not torch.equal(embeddings[0], weights[HEAD]):
         raise PublishError(
-            f"{HEAD} differs from the embedding, and the server's config has tie_word_embeddings=true; train a tied head, or serve "
-            "a checkpoint whose config has tie_word_embeddings=false"
+            f"{HEAD} differs from the embedding, but the server has tie_word_embeddings=true; set it to false there"
         )
     return {name: tensor for name, tensor in weights.items() if name != HEAD}
 
@@ -140,25 +136,16 @@ def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, p
         raise PublishError("there is no weight to publish; is every parameter frozen?")
     unknown = sorted(set(entries) - set(manifest.weights))
     if unknown:
-        raise PublishError(
-            f"the server's model has no weights {shorten_names(unknown, SHOWN_NAMES)}; serve the model that is trained"
-        )
+        raise PublishError(f"the server has no weights {shorten_names(unknown, SHOWN_NAMES)}; serve the model that is trained")
     for name, entry in entries.items():
         shape, dtype = manifest.weights[name]
         if tuple(entry["shape"]) != shape:
-            raise PublishError(
-                f"weight {name!r} has shape {tuple(entry['shape'])}, the server's has {shape}; serve the model that is trained"
-            )
+            raise PublishError(f"weight {name!r} has shape {tuple(entry['shape'])}, the server's {shape}; serve the same model")
         if _is_floating(entry["dtype"]) != _is_floating(dtype):
-            raise PublishError(
-                f"weight {name!r} is {entry['dtype']}, the server's is {dtype}; publishing to a quantised checkpoint is not supported"
-            )
+            raise PublishError(f"weight {name!r} is {entry['dtype']}, the server's is {dtype}; serve one that is not quantised")
     missing = sorted(set(manifest.weights) - set(entries))
     if missing and not partial:
-        raise PublishError(
-            f"{shorten_names(missing, SHOWN_NAMES)} of the server's model are missing in the push; publish every weight, "
-            "or pass partial=True if they are frozen and the server has the right values"
-        )
+        raise PublishError(f"{shorten_names(missing, SHOWN_NAMES)} are missing in the push; publish all, or pass partial=True")
 
 
 def _is_floating(dtype: str) -> bool:
@@ -258,7 +245,5 @@ def fingerprint_folder(folder: Path, manifest: ServerManifest, *, partial: bool 
             stored[name] = tensor_fingerprint(tensor)
             served[name] = tensor_fingerprint(tensor.to(getattr(torch, manifest.weights[name][1])))
     except (WeightTransferError, SafetensorError, OSError, ValueError, KeyError) as error:
-        raise PublishError(
-            f"{folder} is not a complete checkpoint ({error}); write all of it before the servers are told to read it"
-        ) from error
+        raise PublishError(f"{folder} is not a complete checkpoint ({error}); write all of it first") from error
     return stored, served

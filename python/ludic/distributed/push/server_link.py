@@ -112,16 +112,12 @@ class ServerLink:
             self.close()
             self.backend, self.drained = states[0]["backend"], False
             if not self.by_folder and self.backend not in BROADCAST_BACKENDS:
-                raise PublishError(
-                    f"the backend of {self.url} is {self.backend}; pass directory=, a folder that the server sees too"
-                )
+                raise PublishError(f"the backend of {self.url} is {self.backend}; pass directory=, a shared folder")
             self.manifest = ServerManifest.from_answer(self._call_workers("ludic_manifest", WorkerManifest)[0], self.url)
             self._boot = states[0]["boot"]
         broken = next((state["broken"] for state in states if state["broken"]), None)
         if broken is not None or self.drained:
-            raise PublishError(
-                f"{self.url} was taken out of service ({broken or 'its last push could not be completed'}); restart it"
-            )
+            raise PublishError(f"{self.url} is out of service ({broken or 'its last push could not be completed'}); restart it")
         if any(state["open"] for state in states):
             logger.warning("%s has an unfinished push of another trainer, which is dropped", self.url)
             self.discard()
@@ -170,9 +166,8 @@ class ServerLink:
         except Exception as error:
             refusal = joining.exception() if joining.done() else None
             raise PublishError(
-                f"{self.url} did not connect to {self.master_address}:{port} within {self.timeout_s:g} s ({refusal or error}); its "
-                "workers must reach that address: pass master_address="
-            ) from (refusal or error)
+                f"{self.url} did not reach {self.master_address}:{port} in {self.timeout_s:g} s ({refusal or error}); pass master_address="
+            ) from refusal or error
         self._group, self._group_id = group, str(info["group_id"])
 
     def begin(self, update_info: Mapping[str, Any]) -> None:

@@ -144,16 +144,13 @@ class SlurmSettings:
             if not _VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
                 raise ConfigError(f"environment: {name}={value!r} cannot be written into a script; use letters, digits and `_`")
             if _SECRET.search(name) or _ADDRESS.search(value):
-                raise ConfigError(
-                    f"environment: {name} would be readable in the script; export it where you submit, the job has that environment"
-                )
+                raise ConfigError(f"environment: {name} would be readable in the script; export it where you submit the job")
         for number, line in enumerate(self.setup, 1):
             names = [name for name in _ASSIGNMENT.findall(line) if _SECRET.search(name)]
             if names or _ADDRESS.search(line):
                 what = names[0] if names else "a password in an address"
                 raise ConfigError(
-                    f"setup, line {number}: {what} would be readable in the script; export it where you submit, the job has that "
-                    "environment, or read it there from a file of yours: export NAME=$(cat FILE)"
+                    f"setup, line {number}: {what} would be readable in the script; export it where you submit the job"
                 )
 
 
