@@ -64,7 +64,7 @@ def test_settings_cannot_read_environment_variables(tmp_path: Path, monkeypatch:
     given = settings(tmp_path, "rollout: {system_prompt: '${oc.env:SECRET_TOKEN}'}")
     said = refused("train", given if where == "file" else "rollout.system_prompt=${oc.env:SECRET_TOKEN}", "--print-config")
     assert "rollout.system_prompt" in said
-    assert "settings do not resolve ${...}" in said
+    assert "write the value itself instead of ${...}" in said
     assert "hidden" not in said
 
 

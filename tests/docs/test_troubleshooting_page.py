@@ -40,7 +40,7 @@ def test_every_assignment_composes(assignment):
 
 
 def test_greedy_groups_are_refused_in_these_words():
-    with pytest.raises(ConfigError, match=r"^rollout\.temperature \(0\) gives all members of a group the same answer"):
+    with pytest.raises(ConfigError, match=r"^rollout\.temperature \(0\) gives equal answers"):
         build_algorithm(compose(["rollout.temperature=0"]))
-    assert "`rollout.temperature (0) gives all members of a group the same answer`" in PAGE
+    assert "`rollout.temperature (0) gives equal answers`" in PAGE
     build_algorithm(compose(["rollout.temperature=0", "algorithm=reinforce_baseline"]))

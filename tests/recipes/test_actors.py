@@ -38,10 +38,13 @@ RECIPE = recipe_of()
         (["queue.url=http://localhost"], "must begin with redis:// or rediss://"),
         (
             ["place.actors=1", "place.servers=1", "inference.batches_ahead=1"],
-            r"order=exact with inference.batches_ahead \(1\) needs .* set queue.order=arrival",
+            r"inference.batches_ahead \(1\) must be 0 .* set queue.order=arrival",
         ),
-        (["place.actors=1", "inference.url=http://h:8000", "inference.batches_ahead=2"], r"have only the newest version"),
-        (["place.actors=1", "inference=vllm"], "needs servers that actors and trainer share"),
+        (
+            ["place.actors=1", "inference.url=http://h:8000", "inference.batches_ahead=2"],
+            r"must be 0 with servers and queue.order=exact",
+        ),
+        (["place.actors=1", "inference=vllm"], "needs servers: set place.servers=N"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_rule(settings: list[str], rule: str) -> None:

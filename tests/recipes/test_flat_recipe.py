@@ -266,10 +266,10 @@ def test_only_files_of_the_document_are_flat():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"maxent_tua": 1}, r"'maxent_tua' .*MaxEnt-GRPO; did you mean maxent_tau"),
-        ({"beta": 0.1}, r"init_kl_coeff: 0\.5, beta: 0\.1 .*one coefficient"),
-        ({"maxent_tau": 0.1}, r"maxent_tau .*of MaxEnt, .*objective is GRPO"),
-        ({"num_generations": 7}, r"is 64 answers, .*num_generations \(7\)"),
+        ({"maxent_tua": 1}, r"no setting 'maxent_tua' in recipes of MaxEnt-GRPO; did you mean maxent_tau"),
+        ({"beta": 0.1}, r"init_kl_coeff: 0.5, beta: 0.1 are one coefficient"),
+        ({"maxent_tau": 0.1}, r"maxent_tau are settings of MaxEnt, and the objective is GRPO"),
+        ({"num_generations": 7}, r"is 64 answers, which num_generations \(7\) must divide"),
         ({"maxent_reference_logprobs_source": "stale"}, r"must be auto or model"),
         ({"dataset_mixture": {"datasets": []}}, r"dataset_name and dataset_mixture .*one setting, data"),
         ({"use_vllm": True, "vllm_mode": "both"}, r"vllm_mode \(both\) must be server or colocate"),

@@ -48,7 +48,7 @@ def recipe_of(*settings: str):
         ),
         (
             ["rollout.over_sampling_factor=1.5", "trainer.sync_every_steps=0"],
-            r"trainer.sync_every_steps \(0\) .*set it to 1",
+            r"trainer.sync_every_steps \(0\) never updates the model .* set it to 1",
         ),
     ],
 )

@@ -38,20 +38,20 @@ def test_on_the_command_line_the_mode_counts_more_than_the_steps_of_a_file(tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mode=sft", "steps=5"], r"mode=sft .*steps=5 .*drop one .*mode=sft\+rl"),
-        (["mode=rl", "warmup.steps=5"], "mode=rl leaves out what warmup.steps=5 asks for"),
-        (["mode=rl", "warmup.data=x.jsonl"], "mode=rl leaves out what warmup.data=x.jsonl asks for"),
+        (["mode=sft", "steps=5"], "mode=sft leaves out steps=5; drop one of them, or use mode=sft.rl"),
+        (["mode=rl", "warmup.steps=5"], "mode=rl leaves out warmup.steps=5"),
+        (["mode=rl", "warmup.data=x.jsonl"], "mode=rl leaves out warmup.data=x.jsonl"),
         (
             ["data", "mode=sft"],
-            r"mode=sft .*nothing to train on; .*warmup\.data=FILE",
+            "mode=sft needs demonstrations; set warmup.data=FILE",
         ),
-        (["data", "mode=sft+rl"], r"warmup\.data=FILE, .*`ludic sft` .*warmup\.steps=N"),
-        (["mode=sft+rl", "steps=0"], r"needs steps .*steps=N, or mode=sft"),
-        (["mode=sft_rl"], r"mode .sft_rl. .*sft, rl, sft.rl; .*mean sft.rl"),
-        (["mode=rl", "warmup={data:x.jsonl}"], "mode=rl leaves out what warmup.data=x.jsonl asks for"),
+        (["data", "mode=sft+rl"], "set warmup.data=FILE, or warmup.steps=N"),
+        (["mode=sft+rl", "steps=0"], "needs steps of reinforcement; set steps=N, or mode=sft"),
+        (["mode=sft_rl"], "mode .sft_rl. must be one of sft, rl, sft.rl; did you mean sft.rl"),
+        (["mode=rl", "warmup={data:x.jsonl}"], "mode=rl leaves out warmup.data=x.jsonl"),
         (
             ["warmup.data=x.jsonl", "warmup.epochs=2", "warmup.steps=9"],
-            r"warmup\.epochs=2 and warmup\.steps=9 .*drop one .*warmup\.steps=0",
+            "set only one of warmup.epochs=2 and warmup.steps=9",
         ),
         (["warmup.epochs=2"], r"warmup.epochs \(2\) needs warmup.data"),
     ],
@@ -64,16 +64,16 @@ def test_contradictions_are_refused_with_the_remedy(arguments: list[str], messag
 def test_a_file_may_not_contradict_itself(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: sort\nmode: rl\nwarmup: {data: chats.jsonl}\n")
-    with pytest.raises(ConfigError, match=r"mode=rl leaves out what warmup\.data=chats\.jsonl asks for"):
+    with pytest.raises(ConfigError, match=r"mode=rl leaves out warmup\.data=chats\.jsonl"):
         compose([str(path)])
 
 
 @pytest.mark.parametrize(
     ("file", "argument", "message"),
     [
-        ("mode: rl", "warmup.data=x.jsonl", "mode=rl leaves out what warmup.data=x.jsonl asks for"),
-        ("mode: rl", "warmup.steps=5", "mode=rl leaves out what warmup.steps=5 asks for"),
-        ("mode: sft", "steps=9", r"mode=sft .*steps=9 .*drop one .*mode=sft\+rl"),
+        ("mode: rl", "warmup.data=x.jsonl", "mode=rl leaves out warmup.data=x.jsonl"),
+        ("mode: rl", "warmup.steps=5", "mode=rl leaves out warmup.steps=5"),
+        ("mode: sft", "steps=9", "mode=sft leaves out what steps=9 asks for; drop one of them, or use mode=sft.rl"),
         ("warmup: {data: x.jsonl, epochs: 2}", "warmup.steps=5", "warmup.epochs=2 and warmup.steps=5 both say"),
         ("warmup: {data: x.jsonl, steps: 5}", "warmup.epochs=2", "warmup.epochs=2 and warmup.steps=5 both say"),
     ],

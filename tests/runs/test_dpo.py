@@ -218,7 +218,9 @@ def test_another_model_can_be_the_reference(tmp_path: Path, model: Path) -> None
     bytes_only = tmp_path / "bytes"
     tiny_model().save_pretrained(bytes_only)
     make_byte_tokenizer().save_pretrained(bytes_only)
-    assert "another vocabulary" in " ".join(refused(*settings, f"reference.model={bytes_only}", "name=wrong").split())
+    assert "must have the policy's vocabulary" in " ".join(
+        refused(*settings, f"reference.model={bytes_only}", "name=wrong").split()
+    )
 
 
 def test_rows_that_make_no_pair_are_counted_and_none_left_is_an_error(tiny: list[str], tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_without_checkpoints_a_finished_policy_is_not_trained_again(whole: Path,
     progress = RunDirectory(run).read_progress()
     progress.phase = "reinforce"
     RunDirectory(run).write_progress(progress)
-    assert "after 3 steps of reinforcement" in refused("train", "--resume", str(run))
+    assert "(3 steps)" in refused("train", "--resume", str(run))
 
 
 def test_without_checkpoints_a_phase_restarts_and_says_so(tmp_path: Path) -> None:

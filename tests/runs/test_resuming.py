@@ -231,7 +231,7 @@ def test_the_weights_of_the_model_may_be_sharded_anew_once_a_checkpoint_has_them
     (directory.checkpoints / "step_000001").mkdir(parents=True)
     directory.check_models(recipe)
     Path("start/adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"since it began: adapter_config\.json was added later;"):
+    with pytest.raises(CheckpointError, match=r"since the run began: adapter_config\.json was added later;"):
         directory.check_models(recipe)
 
 
@@ -420,7 +420,7 @@ def test_steps_are_given_once(run: Path, more: list[str]) -> None:
 def test_steps_cannot_be_added_to_those_of_unfinished_epochs(tmp_path: Path) -> None:
     assert train_until("sft", 1, [*SFT, "epochs=1", f"output={tmp_path}", "name=run"]) == 130
     said = refused("sft", "--resume", str(tmp_path / "run"), "steps=+2")
-    assert "needs a finished run" in said
+    assert "has unfinished epochs=" in said
     assert "has epochs=1; set steps=N" in said
 
 
@@ -459,13 +459,13 @@ def test_more_steps_are_refused_if_the_schedule_has_ended_at_zero(tmp_path: Path
     settings = ["trainer.lr_scheduler_type=cosine", "trainer.lr_min_ratio=0", "steps=2", f"output={tmp_path}", "name=run"]
     ludic("sft", *SFT, *settings)
     said = refused("sft", "--resume", str(tmp_path / "run"), "steps=5")
-    assert re.search(r"trainer\.lr_scheduler_type \(cosine\) .*trainer\.lr_min_ratio=0", said)
+    assert "trainer.lr_scheduler_type (cosine) ended at a learning rate of 0" in said
     assert summary_of(tmp_path / "run")["steps"] == 2
 
 
 @pytest.mark.parametrize("more", [["seed=1"], ["steps=9", "seed=1"], ["steps=null"], ["steps=1.5"], ["other.yaml"]])
 def test_resume_accepts_only_steps(run: Path, more: list[str]) -> None:
-    assert "accepts only steps=N, for more steps" in refused("train", "--resume", str(run), *more)
+    assert "accepts steps=N, steps=+N" in refused("train", "--resume", str(run), *more)
 
 
 def test_changed_library_versions_are_reported(run: Path) -> None:

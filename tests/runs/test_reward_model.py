@@ -397,7 +397,7 @@ def test_a_run_that_stops_early_saves_the_model_of_its_best_evaluation(tiny: lis
         (["lora.rank=2", "lora.target_modules=[nothing]"], "nothing"),
         (["task.kind=digit"], "did you mean digits"),
         (["task.args.temperature=0"], "temperature (0)"),
-        (["--resume", "/nowhere"], "accepts only steps=N"),
+        (["--resume", "/nowhere"], "accepts steps=N"),
     ],
 )
 def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(

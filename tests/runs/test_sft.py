@@ -229,7 +229,7 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
         (["model=/nowhere/at/all"], "config.json"),
         (["heldout=0", "trainer.eval_every_n_steps=1"], "needs held-out rows"),
         (["task.kind=srt"], "did you mean sort"),
-        (["--resume", "/nowhere"], "accepts only steps=N"),
+        (["--resume", "/nowhere"], "accepts steps=N"),
     ],
 )
 def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(

@@ -79,7 +79,7 @@ def test_the_number_of_steps_follows_from_epochs_or_steps(settings: list[str]) -
     assert steps() == 6
     assert steps("warmup.epochs=null") == 3  # one pass
     assert steps("warmup.epochs=null", "warmup.steps=5") == 5
-    with pytest.raises(ConfigError, match=r"both say how long the warm-up is"):
+    with pytest.raises(ConfigError, match=r"set only one of warmup.epochs"):
         steps("warmup.steps=5")
 
 
@@ -96,5 +96,5 @@ def test_a_task_without_demonstrations_has_no_warm_up() -> None:
 
     assert compose(["tictactoe"]).warmup.steps > 0 == steps()
     assert Warmup.read(compose(["tictactoe"]), TicTacToe(), make_byte_tokenizer()).steps > 0
-    with pytest.raises(ConfigError, match=r"mode=sft .* no demonstrations; set warmup\.data=FILE"):
+    with pytest.raises(ConfigError, match=r"mode=sft needs demonstrations; set warmup\.data=FILE"):
         steps("mode=sft")

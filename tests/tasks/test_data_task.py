@@ -139,7 +139,7 @@ def test_a_resumed_run_continues_at_its_position_and_refuses_other_data(tmp_path
     assert draw_prompts(second, 2) == expected[4:]
     assert task.scorer.trainer_state.global_step == 5
     other = DataTask(write_numbered(tmp_path / "p.jsonl", 12), ONE)
-    with pytest.raises(ConfigError, match=r"data has changed .*stopped"):
+    with pytest.raises(ConfigError, match="the data has changed"):
         requests_of(other, 0).load_state_dict(first.state_dict())
 
 

@@ -154,7 +154,7 @@ def test_an_evaluation_of_a_server_refuses_to_score_with_a_reward_model(folder: 
     given = ["eval", "sort", f"reward_model={folder}", "base_url=http://127.0.0.1:9/v1"]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
-    assert "scores the answers of a model" in " ".join(result.stderr.split())
+    assert "needs a model in this process" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

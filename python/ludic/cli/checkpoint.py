@@ -117,9 +117,7 @@ def export_command(checkpoint: Path, out: Path, *, dtype: str | None, merge: boo
         elif merge:
             adapted = Path(_find_base(folder, base))
             if not (adapted / "config.json").is_file():
-                raise ConfigError(
-                    f"{folder} adapts {adapted}, which is no folder here; download it, and give its folder with --base"
-                )
+                raise ConfigError(f"{folder} adapts {adapted}, which is no folder here; give its folder with --base")
             export_merged(folder, adapted, aside, torch_dtype)
         else:
             export_adapter(folder, aside, base=_find_base(folder, base), dtype=torch_dtype)

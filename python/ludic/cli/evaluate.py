@@ -185,15 +185,10 @@ async def _open_client(
         yield local, str(recipe.model), describe_device(local.model), scored
         return
     if recipe.reward_model is not None:  # it scores token ids of the policy's tokenizer
-        raise ConfigError(
-            f"reward_model ({recipe.reward_model}) scores the answers of a model in this process; give model=FOLDER instead of "
-            "base_url, or reward_model=null and a reward= function"
-        )
+        raise ConfigError(f"reward_model ({recipe.reward_model}) needs a model in this process; give model=FOLDER, not base_url")
     variable = settings.api_key_env
     if variable is not None and not os.environ.get(variable):
-        raise ConfigError(
-            f"api_key_env ({variable}) is an environment variable that is not set; export it, or leave api_key_env out"
-        )
+        raise ConfigError(f"api_key_env ({variable}) is not set in the environment; export it, or leave api_key_env out")
     from ludic.inference import OpenAIChatClient
 
     client = OpenAIChatClient(
@@ -206,17 +201,13 @@ async def _open_client(
     async with client:
         models = [recipe.model] if recipe.model else await client.models()
         if len(models) != 1:
-            raise ConfigError(
-                f"{client.base_url} offers {len(models)} models ({', '.join(models[:5])}); say which with model=NAME"
-            )
+            raise ConfigError(f"{client.base_url} has {len(models)} models ({', '.join(models[:5])}); choose with model=NAME")
         yield client, models[0], settings.base_url, task
 
 
 def _make_local_client(recipe: Recipe) -> LocalChatClient:
     if recipe.model is None:
-        raise ConfigError(
-            "there is no model to evaluate; give model=FOLDER, the folder of a run (ludic eval runs/NAME), or base_url=URL of a server"
-        )
+        raise ConfigError("there is no model to evaluate; give model=FOLDER, a run (ludic eval runs/NAME), or base_url=URL")
     import torch
 
     from ludic.inference.local.client import LocalChatClient
@@ -428,9 +419,7 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
     k = recipe.evaluation.samples_per_prompt
     if recipe.rollout.temperature == 0 and k > 1:
         if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in for_recipe):
-            raise ConfigError(
-                f"k ({k}) answers at temperature 0 are {k} copies of one answer; leave k out, or set temperature above 0"
-            )
+            raise ConfigError(f"k ({k}) needs a temperature above 0, at which answers differ; leave k out, or set temperature")
         recipe.evaluation.samples_per_prompt = 1
     return recipe, _parse_settings(overrides)
 

@@ -175,9 +175,7 @@ def _read_newest(folder: Path) -> tuple[list[RunRecord], list[str]]:
     printed, or of all if none can be read. Raises ConfigError if there is none."""
     runs = find_runs(folder) if folder.is_dir() else []
     if not runs:
-        raise ConfigError(
-            f"there are no runs in {folder}; name a run, as in `ludic view path/to/run`, or make one: `ludic train`"
-        )
+        raise ConfigError(f"there are no runs in {folder}; name a run, as in `ludic view path/to/run`")
     unreadable: list[str] = []
     for run in reversed(runs):
         records, damaged = read_runs([run])

@@ -40,14 +40,9 @@ def expand_run_folder(argument: str) -> list[str]:
     if command in ("sft", "dpo"):
         raise ConfigError(f"{folder} is a run of `ludic {command}`, which has no task; say which, such as: sort model={folder}")
     if command == "train-rm":
-        raise ConfigError(
-            f"{folder} is a run of `ludic train-rm`: a reward model scores and does not answer; its own measurement is in "
-            f"{folder / 'summary.json'}, and reward_model={folder} lets it score the answers of another model"
-        )
+        raise ConfigError(f"{folder} is a reward model, measured in {folder / 'summary.json'}; set reward_model={folder}")
     if not (folder / "model").is_dir():
-        raise ConfigError(
-            f"{argument} has no model yet; resume it with `ludic train --resume {argument}`, or name a run that has one"
-        )
+        raise ConfigError(f"{argument} has no model yet; resume it with `ludic train --resume {argument}`")
     saved = [f"{name}=null" for name in ("tokenizer", "chat_template", "eos_token", "name")]  # the model's folder has them
     return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", *saved]
 

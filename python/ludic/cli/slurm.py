@@ -107,9 +107,7 @@ def make_settings(
     given["job_name"] = given.get("job_name") or re.sub(r"[^A-Za-z0-9_.-]", "_", run)
     serve = choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None
     if not serve and (given.get("data_parallel", 1), given.get("tensor_parallel", 1)) != (1, 1):
-        raise ConfigError(
-            "--dp and --tp are of servers, which this job does not start; set inference=vllm (use_vllm: true in a flat file)"
-        )
+        raise ConfigError("--dp and --tp need servers; set inference=vllm (use_vllm: true in a flat file)")
     train, server = list(arguments), _make_server(recipe) if serve else ()
     if serve:  # settings of a server that the run would start itself belong to the servers now
         train += [*(["inference.kind=vllm"] if resume is None else []), "inference.python=null", "inference.server_args=[]"]
@@ -144,9 +142,7 @@ def _submit(script: Path) -> str:
     try:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SUBMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(
-            f"sbatch could not be run ({error}); submit {script} on a machine of the cluster, from this folder"
-        ) from error
+        raise LaunchError(f"sbatch could not be run ({error}); submit {script} on the cluster, from this folder") from error
     if done.returncode:
         raise LaunchError(f"sbatch refused {script}: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]

@@ -34,10 +34,7 @@ def check_actors(recipe: Recipe) -> None:
     check_place(recipe.place)
     weights = recipe.inference.weights
     if recipe.place.servers and weights not in (None, "disk"):
-        raise ConfigError(
-            f"inference.weights ({weights}) must be disk with place.servers: a server that is restarted gets its weights from the "
-            "run's folder; leave it out, or start the servers with `ludic serve` and set inference.url"
-        )
+        raise ConfigError(f"inference.weights ({weights}) must be disk with place.servers; leave it out, or set inference.url")
     if not uses_queue(recipe):
         return
     section, ahead = recipe.queue, recipe.inference.batches_ahead
@@ -52,19 +49,12 @@ def check_actors(recipe: Recipe) -> None:
     place, samples_on_servers = recipe.place, choose_kind(recipe.inference) == "vllm"
     if section.order == "exact" and ahead > 0 and (samples_on_servers or place.servers):
         raise ConfigError(
-            f"queue.order=exact with inference.batches_ahead ({ahead}) needs samples that are exactly that many versions old, but servers "
-            "have only the newest version; set queue.order=arrival or inference.batches_ahead=0, or sample in the actors (inference=local)"
+            f"inference.batches_ahead ({ahead}) must be 0 with servers and queue.order=exact; or set queue.order=arrival"
         )
     if samples_on_servers and recipe.inference.url is None and not place.servers:
-        raise ConfigError(
-            "place.actors with inference=vllm needs servers that actors and trainer share: set place.servers=N, or inference.url to those "
-            "that you started with `ludic serve`"
-        )
+        raise ConfigError("place.actors with inference=vllm needs servers: set place.servers=N, or inference.url to started ones")
     if place.actors and not is_on_one_machine(place) and "://" not in address:  # locks of SQLite need a local file system
-        raise ConfigError(
-            f"actors with place.on={place.on} may run on several machines, which need a queue on a Redis server: set "
-            "queue.url=redis://HOST:6379/0"
-        )
+        raise ConfigError(f"actors with place.on={place.on} need a queue on Redis: set queue.url=redis://HOST:6379/0")
 
 
 def uses_pool(recipe: Recipe) -> bool:
@@ -88,9 +78,7 @@ def build_group_filter(recipe: Recipe) -> Callable[[Sequence[Rollout]], bool] | 
         return of_rollouts(GROUP_FILTERS[name])
     if ":" in name:
         return of_rollouts(import_named(name, "rollout.group_filter"))
-    raise ConfigError(
-        f"rollout.group_filter ({name}) must be one of {', '.join(GROUP_FILTERS)}, or a function of your own as package.module:name"
-    )
+    raise ConfigError(f"rollout.group_filter ({name}) must be one of {', '.join(GROUP_FILTERS)}, or package.module:name")
 
 
 def check_over_sampling(recipe: Recipe) -> None:
@@ -102,12 +90,6 @@ def check_over_sampling(recipe: Recipe) -> None:
         raise ConfigError(f"rollout.{error}") from error
     build_group_filter(recipe)
     if GROUP_FILTERS.get(section.group_filter or "") in COMPARING and section.group_size == 1:
-        raise ConfigError(
-            f"rollout.group_filter ({section.group_filter}) compares the answers to a problem, and would replace every problem with "
-            "rollout.group_size=1; set rollout.group_size to at least 2, or another filter"
-        )
+        raise ConfigError(f"rollout.group_filter ({section.group_filter}) compares answers; set rollout.group_size to at least 2")
     if max_lag and choose_kind(recipe.inference) == "local" and not recipe.trainer.sync_every_steps:
-        raise ConfigError(
-            "trainer.sync_every_steps (0) never updates the copy of the model that over-sampling samples from while the trainer "
-            "computes; set it to 1"
-        )
+        raise ConfigError("trainer.sync_every_steps (0) never updates the model that over-sampling samples from; set it to 1")

@@ -61,9 +61,7 @@ def build_task(
         make: Callable[..., Task | EpisodicTask] = DataTask
         if isinstance(reward, str) and reward in CODE_REWARDS:
             if others.get("reward_weights") is not None or eval_reward is not None:
-                raise ConfigError(
-                    f"reward={reward} runs programs, and is the only reward; leave reward_weights and eval_reward out"
-                )
+                raise ConfigError(f"reward={reward} must be the only reward; leave reward_weights and eval_reward out")
             make, explicit = CodeData, {"partial_credit": CODE_REWARDS[reward]}
         names = [field.name for field in fields(TaskData) if field.name not in ("source", "streaming")]
         rows = TaskData(data, streaming=streaming, **{name: value for name, value in section.args.items() if name in names})
@@ -124,19 +122,14 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
     if ":" in recipe.algorithm:
         make: Callable[..., RLAlgorithm] = import_named(recipe.algorithm, "algorithm")
         if not callable(make):
-            raise ConfigError(
-                f"algorithm ({recipe.algorithm}) is {type(make).__name__}; name a function that returns an RLAlgorithm"
-            )
+            raise ConfigError(f"algorithm ({recipe.algorithm}) is {type(make).__name__}; it must return an RLAlgorithm")
     else:
         make = _look_up(REGISTRY, recipe.algorithm, "algorithm", own="module:function").make
     explicit = dict(recipe.algorithm_args)
     parameters, info_seed = inspect.signature(make).parameters, build_info_seed(recipe.info_seed)
     compares = "group_size" in parameters and parameters["group_size"].default is inspect.Parameter.empty
     if compares and recipe.rollout.temperature == 0 and recipe.steps > 0:
-        raise ConfigError(
-            f"rollout.temperature (0) gives all members of a group the same answer, and {recipe.algorithm} learns from the differences "
-            "between them; raise it, or use an algorithm without groups, such as algorithm=reinforce_baseline"
-        )
+        raise ConfigError(f"rollout.temperature (0) gives equal answers, and {recipe.algorithm} compares them; raise it")
     derived: dict[str, Any] = {"group_size": recipe.rollout.group_size, "max_completion_tokens": max_completion_tokens}
     if info_seed is not None and "info_seed" in parameters:
         derived["info_seed"] = info_seed
@@ -171,13 +164,9 @@ def check_device(name: str) -> None:
     except RuntimeError as error:
         raise ConfigError(f"trainer.model_device ({name}) must be a torch device, such as cpu, cuda or cuda:1") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"trainer.model_device ({name}): torch finds no GPU here; set trainer.model_device=cpu, or see `ludic doctor`"
-        )
+        raise ConfigError(f"trainer.model_device ({name}): torch finds no GPU here; set trainer.model_device=cpu")
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"trainer.model_device ({name}): this machine has {torch.cuda.device_count()} GPUs, counted from cuda:0"
-        )
+        raise ConfigError(f"trainer.model_device ({name}): there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
 
 
 def build_config(config: type[C], section: Any, **derived: Any) -> C:
@@ -234,9 +223,7 @@ def build_controllers(section: ControllersSection, algorithm: RLAlgorithm, *, gr
 def _build_meta(section: ControllersSection, schedule: EntropySchedule | None, algorithm: RLAlgorithm) -> MetaController:
     meta = section.meta
     if schedule is None and not section.kl.target:
-        raise ConfigError(
-            f"controllers.meta.method ({meta.method}) has nothing to aim at; set controllers.entropy.target, controllers.kl.target or both"
-        )
+        raise ConfigError(f"controllers.meta.method ({meta.method}) needs controllers.entropy.target or controllers.kl.target")
     if schedule is not None:
         _require(algorithm, "tau", "controllers.entropy.target")
     if section.kl.target:
@@ -258,9 +245,7 @@ def _require(algorithm: RLAlgorithm, name: str, setting: str) -> Coefficient:
             "tau": "it belongs to algorithm=maxent_grpo",
             "beta": "set algorithm_args.beta (maxent_grpo) or algorithm_args.reference_kl above 0",
         }
-        raise ConfigError(
-            f"{setting} controls {name}, which {algorithm.name} does not have; {remedy[name]}, or leave the setting out"
-        )
+        raise ConfigError(f"{setting} controls {name}, which {algorithm.name} does not have; {remedy[name]}")
     return algorithm.coefficients[name]
 
 

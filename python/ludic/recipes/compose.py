@@ -328,26 +328,18 @@ def choose_phases(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
         is_last = place is said[-1]
         for key in _EXCLUDED.get(mode, ()):
             if (is_last or place.get("mode") is not None) and place.get(key):
-                raise ConfigError(
-                    f"mode={mode} leaves out what {key}={place[key]} asks for; drop one of them, or use mode=sft+rl"
-                )
+                raise ConfigError(f"mode={mode} leaves out {key}={place[key]}; drop one of them, or use mode=sft+rl")
     if mode == "sft":
         recipe.steps = 0
     if mode == "rl":
         recipe.warmup.steps, recipe.warmup.data, recipe.warmup.epochs = 0, None, None
     if mode in ("sft", "sft+rl") and not has_warmup(recipe):
-        raise ConfigError(
-            f"mode={mode} begins with supervised training, and there is nothing to train on; set warmup.data=FILE, rows as `ludic sft` "
-            "takes them, or warmup.steps=N for demonstrations of the task"
-        )
+        raise ConfigError(f"mode={mode} needs demonstrations; set warmup.data=FILE, or warmup.steps=N for those of the task")
     if mode in ("rl", "sft+rl") and not recipe.steps:
         raise ConfigError(f"mode={mode} needs steps of reinforcement; set steps=N, or mode=sft")
     if recipe.warmup.epochs is not None:  # passes replace the steps of a built-in recipe
         if recipe.warmup.steps and any(place.get("warmup.steps") for place in said):
-            raise ConfigError(
-                f"warmup.epochs={recipe.warmup.epochs} and warmup.steps={recipe.warmup.steps} both say how long the warm-up is; drop "
-                "one of them, or set warmup.steps=0 or warmup.epochs=null"
-            )
+            raise ConfigError(f"set only one of warmup.epochs={recipe.warmup.epochs} and warmup.steps={recipe.warmup.steps}")
         recipe.warmup.steps = 0
 
 

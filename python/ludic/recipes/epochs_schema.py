@@ -79,9 +79,7 @@ def compose_epochs(recipe: type[R], arguments: Sequence[str | Override], *, comm
 
 def _read_layers(command: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
     if source is not None and not source.endswith((".yaml", ".yml")):
-        raise ConfigError(
-            f"{source!r} is neither a setting nor a settings file; write data={source} for a data file, FILE.yaml for a settings file"
-        )
+        raise ConfigError(f"{source!r} is no setting; write data={source} for a data file, FILE.yaml for a settings file")
     base = cast(
         DictConfig, OmegaConf.create((files("ludic.recipes") / "defaults" / f"{command}.yaml").read_text(encoding="utf-8"))
     )

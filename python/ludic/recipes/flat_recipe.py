@@ -101,9 +101,7 @@ def from_flat(
     settings |= _rename(flat, {**SHARED, **MAXENT_ONLY})
     betas = {name: flat[name] for name in BETA_NAMES if flat.get(name) is not None}
     if len(set(betas.values())) > 1:
-        raise ConfigError(
-            f"{', '.join(f'{name}: {value}' for name, value in betas.items())} are names of one coefficient; keep one"
-        )
+        raise ConfigError(f"{', '.join(f'{name}: {value}' for name, value in betas.items())} are one coefficient; keep one")
     if betas:
         settings["algorithm_args.beta" if is_maxent else "algorithm_args.reference_kl"] = next(iter(betas.values()))
         settings["algorithm_args.kl_level"] = "sequence"
@@ -229,8 +227,7 @@ def _translate_batch(flat: Mapping[str, Any], settings: dict[str, Any], ranks: i
     if answers % group:
         raise ConfigError(
             f"per_device_train_batch_size ({per_device}) x gradient_accumulation_steps ({accumulation}) x num_processes or ranks "
-            f"({processes}) is {answers} answers, which num_generations ({group}) does not divide; a key that is left out has "
-            "GRPOConfig's default"
+            f"({processes}) is {answers} answers, which num_generations ({group}) must divide"
         )
     settings["rollout.prompts"] = answers // group
 
@@ -270,9 +267,7 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
     if settings.get("controllers.entropy.least") == 0:
         settings.pop("controllers.entropy.least")  # tau never reaches 0 here
     if isinstance(data := settings.get("data"), Mapping) and flat.get("dataset_name") is not None:
-        raise ConfigError(
-            f"dataset_name ({flat['dataset_name']}) and dataset_mixture ({len(data)} keys) both name the data; keep one"
-        )
+        raise ConfigError(f"dataset_name ({flat['dataset_name']}) and dataset_mixture ({len(data)} keys) are both data; keep one")
     if isinstance(reward := settings.get("reward"), list) and len(reward) == 1:
         settings["reward"] = reward[0]
 

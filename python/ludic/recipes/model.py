@@ -36,10 +36,7 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
     """(model, tokenizer). The weights of a small model are drawn from torch's global generator,
     which the caller seeds."""
     if recipe.model is None and recipe.task.kind == "data" and not has_warmup(recipe):
-        raise ConfigError(
-            "a problem of your own needs model=DIRECTORY: the small model that is made without one is untrained, unless "
-            "warmup.data is set, or warmup.steps and the data has completions"
-        )
+        raise ConfigError("a problem of your own needs model=DIRECTORY; for the untrained small model, set warmup.data")
     if recipe.model is not None:  # before the tokenizer, so that an error names the model
         model = build_model(recipe, None)
         return model, name_end_tokens(model, build_tokenizer(recipe))
@@ -70,8 +67,7 @@ def model_options(recipe: Any) -> dict[str, Any]:
     options = dict(recipe.model_init_kwargs)
     if options and (recipe.model is None or not options.keys() <= set(_LOADING)):
         raise ConfigError(
-            f"model_init_kwargs ({', '.join(options)}) must be of {', '.join(_LOADING)}, for a model that `model` names; there are "
-            "settings dtype, quantization and sharding"
+            f"model_init_kwargs ({', '.join(options)}) must be of {', '.join(_LOADING)}, for a model that `model` names"
         )
     return options
 
@@ -271,10 +267,7 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     names = map_base_names(adapted, parameters) if has_adapters(adapted) else {name: name for name in parameters}
     frozen = sorted(plain for plain, name in names.items() if plain in drawn and not parameters[name].requires_grad)
     if frozen:
-        raise ConfigError(
-            f"model ({recipe.model}) has no weights for {', '.join(frozen[:3])}, and LoRA would leave them as they were drawn; train every "
-            "weight (lora.rank=0), or give a model that has them"
-        )
+        raise ConfigError(f"model ({recipe.model}) has no weights for {', '.join(frozen[:3])}; train every weight (lora.rank=0)")
     return adapted
 
 

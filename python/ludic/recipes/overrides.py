@@ -121,9 +121,7 @@ def check_yaml(text: str, where: str) -> None:
         node = nodes.pop()
         count += 1
         if count > MOST_VALUES:
-            raise ConfigError(
-                f"{where} stands for more than {MOST_VALUES:,} values once its aliases are written out; write fewer"
-            )
+            raise ConfigError(f"{where} has more than {MOST_VALUES:,} values with its aliases written out; write fewer")
         if isinstance(node, yaml.MappingNode):
             nodes += [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
@@ -141,9 +139,7 @@ def check_plain(value: Any, where: str) -> None:
             check_plain(inner, f"{where}[{number}]")
     elif isinstance(value, str):
         if "${" in value:
-            raise ConfigError(
-                f"{where} ({value[:60]}) refers to another value; settings do not resolve ${{...}}, write the value itself"
-            )
+            raise ConfigError(f"{where} ({value[:60]}) refers to another value; write the value itself instead of ${{...}}")
         if "\0" in value:
             raise ConfigError(f"{where} ({value[:60]!a}) holds a NUL character, which no text or path can have")
         if any("\ud800" <= char <= "\udfff" for char in value):
@@ -202,9 +198,7 @@ def parse_flags(arguments: Sequence[str | Override]) -> Iterator[str | Override]
     has_lora = any(name == "--lora" or name.startswith("lora.") for name in names)
     without = [name for name in names if name.startswith("--lora-") and name in FLAGS]
     if without and not has_lora and not any(argument.endswith((".yaml", ".yml")) for argument in written):
-        raise ConfigError(
-            f"{without[0]} has no effect without --lora: add --lora, or leave {without[0]} out to train all weights"
-        )
+        raise ConfigError(f"{without[0]} has no effect without --lora: add --lora, or leave {without[0]} out")
     for argument in remaining:
         name, has_value, value = argument.partition("=")
         if not name.startswith("--"):

@@ -101,9 +101,7 @@ def is_on_one_machine(section: TrainersSection) -> bool:
 def check_place(section: TrainersSection) -> None:
     """Raise `ConfigError` for numbers that do not fit each other."""
     if section.trainers % section.nodes:
-        raise ConfigError(
-            f"place.trainers ({section.trainers}) must be divided evenly among place.nodes ({section.nodes}); change one of them"
-        )
+        raise ConfigError(f"place.trainers ({section.trainers}) must be a multiple of place.nodes ({section.nodes})")
     if section.min_nodes is not None and section.min_nodes > section.nodes:
         raise ConfigError(f"place.min_nodes ({section.min_nodes}) must be from 1 to place.nodes ({section.nodes})")
     for name, value in asdict(section).items():
@@ -257,10 +255,7 @@ def find_queue(section: QueueSection, folder: Path) -> str:
     it. Raises `ConfigError` if `LUDIC_QUEUE_URL` is no address."""
     address = os.environ.get(URL_VARIABLE)
     if address and "://" not in address and not address.endswith(".sqlite"):
-        raise ConfigError(
-            f"{URL_VARIABLE} must begin with redis:// or rediss://, or be a file name in .sqlite; its value ({len(address)} characters) is "
-            "not shown, since it may have a password"
-        )
+        raise ConfigError(f"{URL_VARIABLE} ({len(address)} characters) must begin with redis:// or rediss://, or end in .sqlite")
     address = address or section.url or QUEUE_FILE
     return address if "://" in address else str(folder / address)
 
@@ -282,7 +277,4 @@ def check_url(url: str) -> None:
     after_host = parts.path + parts.query + parts.fragment
     named = any(name.lower().endswith("password") for name, _ in parse_qsl(parts.query))
     if parts.password or "@" in after_host or named:  # a password with a `/` ends the host, as in redis://:/secret@host
-        raise ConfigError(
-            f"queue.url ({shown}) has a password, and settings are written to config.yaml and sent to trackers; set {URL_VARIABLE} to "
-            "the whole address, and queue.url to the address without it"
-        )
+        raise ConfigError(f"queue.url ({shown}) must have no password; set {URL_VARIABLE} to the address with it")

@@ -46,14 +46,9 @@ class ShardingSection:
 def check_sharding(section: ShardingSection, *, world_size: int) -> None:
     """Raise `ConfigError` for settings that this number of processes cannot follow."""
     if section.shards is not None and world_size % section.shards:
-        raise ConfigError(
-            f"sharding.shards ({section.shards}) must divide the number of ranks ({world_size}); change one of them"
-        )
+        raise ConfigError(f"sharding.shards ({section.shards}) must divide the number of ranks ({world_size})")
     if world_size == 1 and section.cpu_offload:
-        raise ConfigError(
-            "sharding.cpu_offload needs several processes, and this run is one; set ranks=N, start it with torchrun or srun, or leave "
-            "it out, also on resume: sharding.cpu_offload=false"
-        )
+        raise ConfigError("sharding.cpu_offload needs several processes; set ranks=N, or sharding.cpu_offload=false")
 
 
 @dataclass

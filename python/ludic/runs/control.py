@@ -105,10 +105,7 @@ def _keep(parts: RunParts, directory: RunDirectory, phase: str) -> None:
     if holds_whole_weights(directory.reference):
         return
     if has_checkpoint(directory.checkpoints / phase) or directory.read_progress().steps:
-        raise CheckpointError(
-            f"{directory.reference}, the reference that this run began with, is gone, and its policy has been trained since; "
-            f"{remedy}"
-        )
+        raise CheckpointError(f"{directory.reference}, the reference of this trained policy, is gone; {remedy}")
     with replace_with_manifest(directory.reference) as aside:
         parts.tokenizer.save_pretrained(aside)
         if has_adapters(parts.model):

@@ -169,9 +169,7 @@ class RunDirectory:
             raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
         made_by = directory.read_progress().command
         if made_by != cls.command:
-            raise CheckpointError(
-                f"{path} is the folder of a run of `ludic {made_by}`; resume it with `ludic {made_by} --resume {path}`"
-            )
+            raise CheckpointError(f"{path} is a run of `ludic {made_by}`; resume it with `ludic {made_by} --resume {path}`")
         return directory
 
     @classmethod
@@ -182,8 +180,7 @@ class RunDirectory:
         while not (path / "progress.json").is_file():
             if time.monotonic() > appears_by:
                 raise CheckpointError(
-                    f"rank 0 has made {path}, which {socket.gethostname()} does not see; set output=FOLDER on a file system that all ranks "
-                    "share"
+                    f"{path} of rank 0 is not on {socket.gethostname()}; set output=FOLDER on a shared file system"
                 )
             time.sleep(0.1)
         directory = cls.open_to_read(path)
@@ -210,8 +207,7 @@ class RunDirectory:
             return Progress(**read_hashed_json(self._progress, since="model_files"))
         except (CheckpointError, TypeError) as error:
             raise CheckpointError(
-                f"{self._progress} is damaged ({error}); begin a new run, for which `ludic {self.command} {self.config} name=NAME` takes "
-                "the same settings"
+                f"{self._progress} is damaged ({error}); begin a new run: `ludic {self.command} {self.config} name=NAME`"
             ) from error
 
     def check_models(self, recipe: Any) -> None:
@@ -231,10 +227,7 @@ class RunDirectory:
                 f"{name} was added later" for name in now.get(folder, ()) if name not in files and not name.endswith(unread)
             ]
             if faults:
-                raise CheckpointError(
-                    f"the folder {folder}, which the run reads, has changed since it began: {', '.join(faults)}; put it back, or start a "
-                    f"new run with `ludic {self.command} {self.config} name=NAME`"
-                )
+                raise CheckpointError(f"the folder {folder} has changed since the run began: {', '.join(faults)}; put it back")
 
     def write_progress(self, progress: Progress) -> None:
         if not self.is_follower:
@@ -373,9 +366,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True)
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"output: the folder {path} cannot be made ({error.filename}: {error.strerror}); set output=FOLDER elsewhere"
-        ) from error
+        raise ConfigError(f"output: {path} cannot be made ({error.filename}: {error.strerror}); set output=FOLDER") from error
 
 
 def make_run_folder(output: str, name: str | None, default_name: str) -> Path:

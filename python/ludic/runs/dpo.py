@@ -79,9 +79,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         if self._warmed_up.is_dir():
             check_model_folder(self._warmed_up, again)
         if not holds_whole_weights(self._warmed_up):
-            raise CheckpointError(
-                f"{self._warmed_up}, the policy after the warm-up, is gone, and a resumed run begins with it; {again}"
-            )
+            raise CheckpointError(f"{self._warmed_up}, the policy after the warm-up, is gone; {again}")
         if not has_no_weights(recipe.sharding):
             read_model(parts.model, self._warmed_up)
 
@@ -97,10 +95,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
         reference = recipe.reference.model
         if reference is not None and load_tokenizer(reference).get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(
-                f"reference.model ({reference}) has another vocabulary than the policy, so its log-probabilities are of other tokens; give "
-                "a model with the policy's tokenizer"
-            )
+            raise ConfigError(f"reference.model ({reference}) must have the policy's vocabulary; use the policy's tokenizer")
         data = PairData.read(recipe, tokenizer, note=note)
         check_heldout(data, cfg)
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device

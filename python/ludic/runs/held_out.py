@@ -112,10 +112,7 @@ def check_watched_metrics(recipe: Recipe, warmup_cfg: TrainerConfig, cfg: Traine
     for section, settings in (("warmup.trainer", warmup_cfg), ("trainer", cfg)):
         name = settings.early_stopping_metric
         if settings.early_stopping_patience is not None and not {name, bare_name(name)} & set(measured):
-            raise ConfigError(
-                f"{section}.early_stopping_metric ({name}) is not measured by ludic train, which measures {', '.join(measured)}: set "
-                f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
-            )
+            raise ConfigError(f"{section}.early_stopping_metric ({name}) must be one of {', '.join(measured)}")
     check_callbacks(recipe.callbacks, cfg, measured=measured)
 
 

@@ -217,9 +217,7 @@ def _start_tracker(opened: ExitStack, name: str, run: TrackerRun, screen: Screen
         tracker = TRACKERS[name](run)
         tracker.start()
     except Exception as error:
-        raise ConfigError(
-            f"report_to: {name} could not begin a run ({type(error).__name__}: {error}); log in to it, or leave it out of report_to"
-        ) from error
+        raise ConfigError(f"report_to: {name} cannot start ({type(error).__name__}: {error}); log in to it") from error
     opened.callback(_close, tracker, name)
     screen.note(f"Reporting to {name}: {_describe_place(tracker, run)}")
     return tracker

@@ -100,9 +100,7 @@ def read_run(path: Path) -> RunRecord:
     settings = dict(_flatten({str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}))
     wall_s = (progress.get("seconds") or {}).get("wall", 0.0)
     if not is_finite(wall_s):
-        raise CheckpointError(
-            f"{path / 'progress.json'}: wall ({_shorten(wall_s)}) must be a number; the file is damaged, or no run wrote it"
-        )
+        raise CheckpointError(f"{path / 'progress.json'}: wall ({_shorten(wall_s)}) must be a number; the file is damaged")
     command = str(progress.get("command", "train"))
     before, after = (_read_rates(summary.get(name), progress.get(name)) for name in ("before", "after"))
     if command in ("train-rm", "dpo"):  # their summaries have these among all else
@@ -173,9 +171,7 @@ def _read_object(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
         value = content.get(key)
         is_kind = _is_number(value) if kind is float else isinstance(value, kind) and not isinstance(value, bool)
         if value is not None and not is_kind:
-            raise CheckpointError(
-                f"{path}: {key} ({_shorten(value)}) must be {_NAMES[kind]}; the file is damaged, or no run wrote it"
-            )
+            raise CheckpointError(f"{path}: {key} ({_shorten(value)}) must be {_NAMES[kind]}; the file is damaged")
     return content
 
 

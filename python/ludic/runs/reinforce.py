@@ -137,9 +137,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 steps = logged if logged >= self.recipe.steps else steps
             if steps:
                 raise CheckpointError(
-                    f"{directory.model} is the policy after {steps} steps of reinforcement, but its checkpoint in "
-                    f"{directory.checkpoints} is gone; resuming would repeat these steps on a trained policy. Start a new run with "
-                    f"model={directory.model} warmup.steps=0"
+                    f"the checkpoint of {directory.model} ({steps} steps) in {directory.checkpoints} is gone; "
+                    f"start a new run with model={directory.model} warmup.steps=0"
                 )
         if has_no_weights(self.recipe.sharding):
             return  # it gets rank 0's

@@ -70,9 +70,8 @@ def parse_changes(arguments: Sequence[str], command: str) -> Changes:
         or not all(key.startswith(_FREE) and key not in _FOLDER for key in keys)
     ):
         raise ConfigError(
-            f"--resume uses the settings that the run began with and accepts only steps=N, for more steps, or steps=+N, and where the run "
-            f"executes and writes (ranks, place, queue.url, inference.url, checkpoint.*, log_every and others), not {' '.join(arguments)}; "
-            f"start a new run with `ludic {command}` to change others"
+            f"--resume accepts steps=N, steps=+N and where the run executes and writes (ranks, place, queue.url, inference.url, "
+            f"checkpoint.*, log_every and others), not {' '.join(arguments)}; start a new run with `ludic {command}`"
         )
     if len(steps) + len(more) > 1 or more == [0]:
         raise ConfigError("--resume takes one number of steps: steps=N for N in all, or steps=+N for N more, with N at least 1")
@@ -126,20 +125,13 @@ def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirector
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not key.startswith(_FREE):
             more = f", or raise it with --resume {directory.path} steps=N" if key == "steps" else ""
-            raise ConfigError(
-                f"{directory.config}: {key} is {now[key]}, but the run began with {before[key]}; restore it{more}, or start a new run "
-                f"with `ludic {directory.command} {directory.config} name=NAME`"
-            )
+            raise ConfigError(f"{directory.config}: {key} is {now[key]}, but the run began with {before[key]}; restore it{more}")
     # A checkpoint has the position of actors or of the trainer's own sampling; the number of actors
     # may change.
     had, has = (bool(values.get("place.actors") or values.get("queue.url")) for values in (before, now))
     if had != has:
         key = "place.actors" if now.get("place.actors") != before.get("place.actors") else "queue.url"
-        raise ConfigError(
-            f"{directory.config}: {key} is {now.get(key)}, but the run began with {before.get(key)}, and its checkpoints have no position "
-            f"for {'actors' if has else 'a run without actors'}; restore it, or start a new run with "
-            f"`ludic {directory.command} {directory.config} name=NAME`"
-        )
+        raise ConfigError(f"{directory.config}: {key} is {now.get(key)}, but the run began with {before.get(key)}; restore it")
 
 
 def find_steps(changes: Changes, recipe: Any, directory: RunDirectory) -> int | None:
@@ -150,16 +142,11 @@ def find_steps(changes: Changes, recipe: Any, directory: RunDirectory) -> int | 
     if more is None:
         return changes.steps
     if read_rank_environment() is not None:
-        raise ConfigError(
-            f"steps=+{more} would be added again whenever a launcher starts the ranks again; set steps=N, for N in all"
-        )
+        raise ConfigError(f"steps=+{more} would be added at every restart of the ranks; set steps=N, for N in all")
     if recipe.steps is not None:
         return int(recipe.steps) + more
     if progress.phase != DONE:
-        raise ConfigError(
-            f"steps=+{more} needs a finished run, or one with steps: {directory.path} has epochs={recipe.epochs}; set steps=N, "
-            "for N in all"
-        )
+        raise ConfigError(f"steps=+{more}: {directory.path} has unfinished epochs={recipe.epochs}; set steps=N, for N in all")
     return progress.steps + more
 
 
@@ -171,8 +158,7 @@ def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps:
     trainer = recipe.trainer
     if trainer.lr_scheduler_type in DECAYING and not trainer.lr_min_ratio and progress.phase in (directory.last_phase, DONE):
         raise ConfigError(
-            f"trainer.lr_scheduler_type ({trainer.lr_scheduler_type}) with trainer.lr_min_ratio=0 ends at a learning rate of 0, which more "
-            f"steps would keep: they would train nothing. Start a new run with model={directory.model} instead"
+            f"trainer.lr_scheduler_type ({trainer.lr_scheduler_type}) ended at a learning rate of 0; start with model={directory.model}"
         )
 
 

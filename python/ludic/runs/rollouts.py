@@ -92,13 +92,9 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
     check_sampling(make_training_inference(recipe.rollout, task).sampling)
     group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
     if group_size != recipe.rollout.group_size:
-        raise ConfigError(
-            f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size}); set only the latter"
-        )
+        raise ConfigError(f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size})")
     if recipe.info_seed.num_seeds and task.max_turns > 1:
-        raise ConfigError(
-            f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs a task of one turn; this one has {task.max_turns}"
-        )
+        raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs a task of one turn, not {task.max_turns}")
     if recipe.info_seed.num_seeds and task.tool_use is not None:
         raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs answers of one model call; leave tools out")
 
@@ -213,9 +209,7 @@ class TrainingRequests:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "batches" not in state:
-            raise ConfigError(
-                "the checkpoint is of a run with over-sampling or a group filter; resume it with its settings, or begin a new run"
-            )
+            raise ConfigError("the checkpoint has over-sampling or a group filter; resume it with its settings")
         self.batches = int(state["batches"])
 
 
@@ -248,10 +242,7 @@ class PassRequests(TrainingRequests):
         """Raises ConfigError if the data has changed, since the requests would differ from the
         run's."""
         if state.get("data", self._data.digest) != self._data.digest:
-            raise ConfigError(
-                f"the data has changed since the run was stopped (digest {state['data']}, now {self._data.digest}); put the file back, or "
-                "begin a new run"
-            )
+            raise ConfigError(f"the data has changed (digest {state['data']}, now {self._data.digest}); put the file back")
         super().load_state_dict(state)
 
 

@@ -99,9 +99,7 @@ def check_inference(recipe: Recipe, model: Any) -> None:
     section, where = recipe.inference, recipe.evaluation.on
     is_local = choose_kind(section) == "local"
     if where not in ("trainer", "servers") or (where == "servers" and (is_local or recipe.trainer.sync_every_steps != 1)):
-        raise ConfigError(
-            f"evaluation.on ({where}) must be trainer, or servers, which needs inference=vllm and trainer.sync_every_steps=1"
-        )
+        raise ConfigError(f"evaluation.on ({where}) must be trainer, or servers (inference=vllm, trainer.sync_every_steps=1)")
     if is_local:
         return
     from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -113,10 +111,7 @@ def check_inference(recipe: Recipe, model: Any) -> None:
             try:
                 VllmEndpoints(server_url(url)).call("get", "/health", timeout_s=HEALTH_TIMEOUT_S)
             except InferenceError as error:
-                raise ConfigError(
-                    f"inference.url ({url}) does not answer: {error}; start one with `ludic serve` and wait until it says "
-                    "that it is ready, or leave inference.url out"
-                ) from error
+                raise ConfigError(f"inference.url ({url}) does not answer: {error}; start a server with `ludic serve`") from error
         return
     if recipe.place.servers and recipe.place.on != "local":
         return  # they find vLLM, or not, on their own machines
@@ -128,9 +123,8 @@ def check_inference(recipe: Recipe, model: Any) -> None:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in HEAD_DIMS:
         raise ConfigError(
-            f"the model's attention heads have {size} dimensions; vLLM on a CPU has {', '.join(map(str, HEAD_DIMS))}. For the small model "
-            f"set network.hidden_size to a multiple of network.num_heads, 32 times it at least (now {config.hidden_size} and "
-            f"{config.num_attention_heads}); another model needs a GPU, or inference=local"
+            f"attention heads have {size} dimensions; vLLM on a CPU has {', '.join(map(str, HEAD_DIMS))}; set inference=local, or "
+            f"network.hidden_size to 32 or more times network.num_heads (now {config.hidden_size} and {config.num_attention_heads})"
         )
 
 

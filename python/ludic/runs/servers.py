@@ -343,8 +343,7 @@ async def _wait_for_addresses(
         if answer_by is not None and clock() > answer_by:
             missing = [name for name in names if name not in healthy]
             raise InferenceError(
-                f"{', '.join(missing)} did not answer within {timeout_s:g} s of the policy; see workers/{missing[0]}.log in the run's "
-                "folder, and raise inference.timeout_s if it only takes long"
+                f"{', '.join(missing)} did not answer within {timeout_s:g} s (inference.timeout_s); see workers/{missing[0]}.log"
             )
         await asyncio.sleep(POLL_S)
 

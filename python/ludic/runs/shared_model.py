@@ -44,8 +44,7 @@ def check_sampling(recipe: Recipe) -> None:
     if is_shared_out(recipe.sharding) and samples_here and recipe.steps and every != 1:
         when = "from the first weights" if not every else f"from weights of up to {every} steps, which an evaluation replaces"
         raise ConfigError(
-            f"trainer.sync_every_steps ({every}) would sample every batch {when}: with sharding.kind={recipe.sharding.kind} rank 0 "
-            "samples from the whole copy that it also measures; set it to 1, or sample with a server or actors"
+            f"trainer.sync_every_steps ({every}) must be 1 with sharding.kind={recipe.sharding.kind}: it samples {when}"
         )
 
 
@@ -99,8 +98,7 @@ class SharedModel:
             for name in sorted(own.keys() | there.keys()):
                 if own.get(name) != there.get(name):
                     raise ConfigError(
-                        f"rank {ranks.rank()} has built another model than rank 0: {name} is {own.get(name)} and {there.get(name)} there; "
-                        "give all ranks the same files and versions"
+                        f"rank {ranks.rank()} has {name} {own.get(name)}, rank 0 {there.get(name)}; give all the same files"
                     )
         self._trained = shard_copy(whole, self._settings, self._mesh, agree=ranks.agree)
         return self._trained

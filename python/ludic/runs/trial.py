@@ -111,10 +111,7 @@ class _Trial:
         is_right = lambda value: isinstance(value, LudicEnv)  # noqa: E731
         envs = [self._call("make_env", episode, is_right=is_right, expected="a SingleAgentEnv") for _ in range(count)]
         if len(set(map(id, envs))) < count:
-            raise ConfigError(
-                f"{self._name('make_env')} returned one environment for two episodes, which are played at the same time; make a new one "
-                "in each call"
-            )
+            raise ConfigError(f"{self._name('make_env')} returned one environment for two episodes; make a new one in each call")
         return envs
 
     def play(self, env: Any, episode: Mapping[str, Any], suites: Sequence[str], client: Any) -> None:
@@ -179,9 +176,8 @@ class _Scripted:
         length = len(self._prompts.encode(Dialogue(request.messages, tools, request.chat_template_kwargs)))
         if self._context is not None and length >= self._context:
             raise ConfigError(
-                f"the prompt of turn {self._count + 1} has {length} tokens if the model answers {self.answers[0]!r}, and its context is "
-                f"{self._context}; shorten the observations, play fewer turns, or take a model with a longer context "
-                "(network.max_positions of a new one)"
+                f"the prompt of turn {self._count + 1} has {length} tokens if the model answers {self.answers[0]!r}, "
+                f"and its context is {self._context}; play fewer turns, or take a longer context (network.max_positions)"
             )
         self._count += 1
         return ChatResponse(self.answers[(self._count - 1) % len(self.answers)], finish_reason="stop"), {}
@@ -205,10 +201,7 @@ def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: 
             ChatTemplate(tokenizer).check_tools(task.tool_use.schemas)
         except ConfigError as error:
             names = ", ".join(function.__name__ for function in task.tool_use.functions)
-            raise ConfigError(
-                f"the model cannot be shown its tools ({names}): {error}. Take a tokenizer that can, with tokenizer=FOLDER or a hub id, "
-                "such as the instruct version of the model, or set chat_template=FILE"
-            ) from error
+            raise ConfigError(f"the model cannot be shown its tools ({names}): {error}; set chat_template=FILE") from error
     if read_template(tokenizer):
         return
     prompts = (prompt_messages(problem) or () for problem in problems)
@@ -216,9 +209,8 @@ def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: 
     if task.max_turns > 1 or roles:
         messages = f"prompts of up to {len(roles)} messages ({', '.join(roles)})"
         raise ConfigError(
-            f"the task has {f'episodes of up to {task.max_turns} turns' if task.max_turns > 1 else messages}, and the tokenizer has no "
-            "chat template to render a dialogue with; set "
-            "chat_template=FILE, or tokenizer=FOLDER or a hub id whose tokenizer has one, such as the instruct version of the model"
+            f"the task has {f'episodes of up to {task.max_turns} turns' if task.max_turns > 1 else messages}, "
+            f"and the tokenizer has no chat template; set chat_template=FILE, or tokenizer=FOLDER with one"
         )
 
 
@@ -247,8 +239,7 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any
     room = recipe.trainer.max_seq_len
     if all(length(problem) >= room for problem in problems.training):
         raise ConfigError(
-            f"trainer.max_seq_len ({room}) leaves no room for an answer to any of {len(problems.training)} prompts: the shortest has "
-            f"{min(map(length, problems.training), default=0)} tokens; raise it"
+            f"trainer.max_seq_len ({room}) must exceed the shortest prompt ({min(map(length, problems.training), default=0)} tokens)"
         )
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     limits = {"trainer.max_seq_len": recipe.trainer.max_seq_len, MODEL: context}

@@ -190,10 +190,7 @@ class RecipeTrainer:
         kinds: dict[str, Mapping[str, Any]] = {"reward": self._rewards, "tool": self._tools, "task": self._tasks}
         own = [f"{kind} {name!r}" for kind, objects in kinds.items() for name in objects]
         if own and isinstance(self.recipe, Recipe) and uses_queue(self.recipe):
-            raise ConfigError(
-                f"the actors cannot import the {own[0]} of this process; move it to a module, or leave place.actors and "
-                "queue.url out"
-            )
+            raise ConfigError(f"the actors cannot import the {own[0]} of this process; move it to a module")
 
     def _reset_callbacks(self) -> None:
         """Give the callbacks the state in which the first `train` found them. One that a checkpoint
@@ -240,15 +237,11 @@ def settings_of(model: object, settings: Mapping[str, Any], **given: Any) -> lis
     already."""
     if model is not None and not isinstance(model, str | Path):
         raise ConfigTypeError(
-            f"model ({type(model).__name__}) must be a folder or a hub id, which a resumed run loads again; save it with "
-            "model.save_pretrained(folder), and its tokenizer in the same folder"
+            f"model ({type(model).__name__}) must be a folder or a hub id; save it with model.save_pretrained(folder)"
         )
     algorithm = settings.get("algorithm", "")
     if not isinstance(algorithm, str):
-        raise ConfigTypeError(
-            f"algorithm ({type(algorithm).__name__}) must be a name, such as grpo, or module:function, which returns the RLAlgorithm; a "
-            "resumed run makes it again"
-        )
+        raise ConfigTypeError(f"algorithm ({type(algorithm).__name__}) must be a name, such as grpo, or module:function")
     named = {"model": None if model is None else str(model), **given}
     for key in settings:
         if key in named:

@@ -74,9 +74,7 @@ def task_of(task: TaskSetting | None, dataset: Rows | None, rewards: Rewards | N
     if isinstance(task, str):
         return {"task.kind": task}, {}
     if not isinstance(task, type):
-        raise ConfigTypeError(
-            f"task ({type(task).__name__}) must be a class, which a resumed run makes again, or its module:Class"
-        )
+        raise ConfigTypeError(f"task ({type(task).__name__}) must be a class, or its module:Class")
     name = _name(task)
     return {"task.kind": name}, {} if ":" in name else {name: task}
 
@@ -127,9 +125,7 @@ def _check_columns(function: Callable[..., Any], rows: Sequence[Mapping[str, Any
         columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("prompt", "completion")))
         if column not in columns:
             raise ConfigError(describe_missing(name, [column], columns))
-        raise ConfigError(
-            f"row {without} of the data has no {column}, which the reward function {name} asks for; where there is none, write None"
-        )
+        raise ConfigError(f"row {without} of the data has no {column}, which reward {name} asks for; write None there")
 
 
 def _name(function: Any) -> str:

@@ -68,10 +68,7 @@ def read_version(root: Path, number: int, model: nn.Module) -> dict[str, Tensor]
         raise PublishError(f"{path} is damaged: {error}; resume the run, which writes it again") from error
     missing = [name for name, _ in model.named_parameters() if name not in weights]
     if missing:
-        raise PublishError(
-            f"{path} has no weights for {missing[0]} and {len(missing) - 1} others of this model; a model that is trained in part "
-            "cannot be sampled by actors"
-        )
+        raise PublishError(f"{path} lacks {missing[0]} and {len(missing) - 1} other weights of this model; train all of them")
     return weights
 
 

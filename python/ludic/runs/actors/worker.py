@@ -108,9 +108,7 @@ class RestartedWeights:
         deadline = time.monotonic() + self._serve_s
         while not await self._client.has_version(version):
             if time.monotonic() > deadline:
-                raise PublishError(
-                    f"no server has had version {version} for {self._serve_s:g} s; the trainer gives it to those that come back"
-                )
+                raise PublishError(f"no server has had version {version} for {self._serve_s:g} s; restart one of them")
             await asyncio.sleep(POLL_S)
 
 
@@ -126,10 +124,7 @@ class ServerWeights:
         deadline = time.monotonic() + self._serve_s
         while (served := await self._client.get_policy_version()) < version:
             if time.monotonic() > deadline:
-                raise PublishError(
-                    f"a server has served version {served} for {self._serve_s:g} s, but version {version} was announced; was it "
-                    "restarted? The trainer's next version repairs it, and so does resuming the run"
-                )
+                raise PublishError(f"a server has had version {served}, not {version}, for {self._serve_s:g} s; resume the run")
             await asyncio.sleep(POLL_S)
 
 
@@ -143,9 +138,7 @@ def run_actor_process(folder: Path, *, name: str | None = None) -> int:
         raise ConfigError(f"{folder} is a run without actors; start one with place.actors=N, or with queue.url=ADDRESS")
     began, here = (versions or {} for versions in (directory.read_progress().versions, collect_versions()))
     if began.get("ludic", here["ludic"]) != here["ludic"]:  # its entries may differ
-        raise ConfigError(
-            f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version everywhere"
-        )
+        raise ConfigError(f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version")
     return asyncio.run(_sample(recipe, directory, name or f"{socket.gethostname()}-{os.getpid()}"))
 
 

@@ -164,10 +164,7 @@ def make_demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str,
     messages if the tokenizer has a chat template."""
     task, rng = as_episodic(build_task(recipe.task)), Random(f"demonstrations {recipe.seed}")
     if task.max_turns > 1:
-        raise ConfigError(
-            f"task.kind ({recipe.task.kind}) has episodes of several turns, and ludic sft takes demonstrations of one; train on them with "
-            f"ludic train {recipe.task.kind} steps=0"
-        )
+        raise ConfigError(f"task.kind ({recipe.task.kind}) has several turns; use ludic train {recipe.task.kind} steps=0")
     for _ in range(recipe.rows):
         demonstrations = task.demonstrations(1, rng)
         if demonstrations is None:
@@ -234,9 +231,7 @@ class StreamedSFTData:
     def read(cls, recipe: SFTRecipe, tokenizer: Any) -> StreamedSFTData:
         """Read the first rows, so that a wrong one is found before anything is written."""
         if recipe.data is None:
-            raise ConfigError(
-                "streaming=true reads data=FILE while training, and data is null; name a file, or set streaming=false"
-            )
+            raise ConfigError("streaming=true reads data=FILE, and data is null; name a file, or set streaming=false")
         make = make_items(recipe, tokenizer)
         stream = make_stream(recipe)
         rows = stream.first(recipe.shuffle_buffer)
@@ -282,8 +277,7 @@ class StreamedSFTData:
         if rows is None:
             why = "a row may make several samples" if several else "the stream does not tell its length"
             raise ConfigError(
-                f"steps (null) must be set with streaming=true here: {why}, so that it is not known how many batches epochs "
-                f"({recipe.epochs}) have; set steps=N, N batches of {recipe.batch_size} samples"
+                f"steps (null) must be set (epochs={recipe.epochs}, batch_size={recipe.batch_size}): {why}; set steps=N"
             )
         return -(-recipe.epochs * max(1, rows - len(self.heldout_prompts)) // recipe.batch_size)
 
@@ -329,10 +323,7 @@ class Warmup:
         section = recipe.warmup
         if section.data is None and section.steps and task.demonstrations(1, Random("trial")) is None:
             if recipe.mode in ("sft", "sft+rl"):
-                raise ConfigError(
-                    f"mode={recipe.mode} begins with supervised training, and the task has no demonstrations; set warmup.data=FILE, or "
-                    "mode=rl"
-                )
+                raise ConfigError(f"mode={recipe.mode} needs demonstrations, and the task has none; set warmup.data=FILE")
             return cls(None, 0)
         if section.data is None:
             return cls(None, section.steps)
