@@ -322,7 +322,7 @@ def test_a_server_that_fails_while_loading_is_out_of_service_until_restarted(sta
     servers = [start(), start()]
     push = publisher(*servers)
     servers[1].faults["/finish_weight_update"] = refuse("")
-    with pytest.raises(PublishError, match=f"version 1 is served by {servers[0].url}; is out of service: {servers[1].url}"):
+    with pytest.raises(PublishError, match=f"version 1 is served by {servers[0].url}; taken out of service: {servers[1].url}"):
         push.publish(weights(1), version=1)
     serves(servers[0], "1", 1)
     out_of_service(servers[1])
@@ -508,7 +508,7 @@ def test_after_any_fault_a_server_serves_the_old_version_the_new_one_or_nothing(
         else:
             assert server is unlucky
             out_of_service(server)
-            assert "is out of service" in str(raised.value)
+            assert "out of service" in str(raised.value)
     if out := [server for server in two_servers if server.paused is not None]:
         assert out == [unlucky]
         unlucky.restart()

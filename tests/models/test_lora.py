@@ -124,7 +124,7 @@ def test_layers_that_return_more_than_a_product_get_no_adapter(architecture, nam
 
     model = make_architecture(architecture)
     for config in (LoraSettings(target_modules=["o_b_proj", "q_proj", name]), LoraConfig(target_modules=rf".*\.{name}")):
-        with pytest.raises(ConfigError, match=rf"\.{name} of \w+ .*no adapter: .*a \w*{kind}"):
+        with pytest.raises(ConfigError, match=rf"\.{name} of \w+ \(\w*{kind}\) can have no adapter"):
             apply_lora(model, config)
     for excluded in (None, ["k_proj"], r".*\.k_proj"):
         adapted = apply_lora(make_architecture(architecture), LoraConfig(target_modules="all-linear", exclude_modules=excluded))

@@ -73,9 +73,9 @@ def test_a_file_may_not_contradict_itself(tmp_path: Path) -> None:
     [
         ("mode: rl", "warmup.data=x.jsonl", "mode=rl leaves out warmup.data=x.jsonl"),
         ("mode: rl", "warmup.steps=5", "mode=rl leaves out warmup.steps=5"),
-        ("mode: sft", "steps=9", "mode=sft leaves out what steps=9 asks for; drop one of them, or use mode=sft.rl"),
-        ("warmup: {data: x.jsonl, epochs: 2}", "warmup.steps=5", "warmup.epochs=2 and warmup.steps=5 both say"),
-        ("warmup: {data: x.jsonl, steps: 5}", "warmup.epochs=2", "warmup.epochs=2 and warmup.steps=5 both say"),
+        ("mode: sft", "steps=9", "mode=sft leaves out steps=9; drop one of them, or use mode=sft.rl"),
+        ("warmup: {data: x.jsonl, epochs: 2}", "warmup.steps=5", "set only one of warmup.epochs=2 and warmup.steps=5"),
+        ("warmup: {data: x.jsonl, steps: 5}", "warmup.epochs=2", "set only one of warmup.epochs=2 and warmup.steps=5"),
     ],
 )
 def test_what_the_command_line_asks_for_is_never_dropped_for_a_file(

@@ -141,7 +141,7 @@ def test_actors_may_come_and_go_but_not_begin_on_resume(tmp_path, play):
     assert sum(process.role == "actor" for process in stage.planned) == 3
     result, _ = play(*resume, "actors=0", acts=[])
     assert result.exit_code == 2
-    assert "restore it" in " ".join(result.output.split())
+    assert "place.actors is 0, but the run began with 1; restore it" in " ".join(result.output.split())
     result, _ = play(*resume, "ranks.timeout_s=-1", acts=[])
     assert result.exit_code == 2
     assert "timeout_s: -1" not in (tmp_path / "run" / "config.yaml").read_text()

@@ -106,7 +106,9 @@ async def test_a_server_that_never_answers_is_named_and_a_stop_ends_the_wait(wor
         await wait_for_server(world, is_stopped=True)
     world.make_model()
     world.addresses.write("server0", "http://127.0.0.1:9")  # of an earlier launch
-    with pytest.raises(InferenceError, match=r"server0 .*within 0 s .*workers/server0\.log"):
+    with pytest.raises(
+        InferenceError, match=r"server0 did not answer within 0 s \(inference\.timeout_s\); see workers/server0\.log"
+    ):
         await wait_for_server(world)
 
 

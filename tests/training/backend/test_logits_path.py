@@ -307,7 +307,7 @@ def test_adapters_of_another_kind_use_all_logits_whichever_pass_is_first(adapter
     for adapters in (adapters_first, not adapters_first):
         backend.forward_logprobs(next(iter(mini_batch)), adapters=adapters).wait()
     assert not backend.skips_logits
-    assert "than LoRA; merge with PEFT" in caplog.text
+    assert "adapters other than plain LoRA" in caplog.text
     assert backend.forward_backward(mini_batch, totals=mini_batch.totals).wait().loss.isfinite()
 
 

@@ -196,7 +196,7 @@ def test_methods_have_aliases(alias, method):
         ({"inner_lr": 0.0}, "inner_lr"),
         ({"tau_least": 0.0}, "tau_least"),
         ({"kl_target": -0.1}, "kl_target"),
-        ({"entropy_target": None, "kl_target": None}, "needs controllers.entropy.target"),
+        ({"entropy_target": None, "kl_target": None}, "nothing to aim at"),
         ({"tau_most": 0.2}, r"tau \(0.3\) must begin within"),
     ],
 )
