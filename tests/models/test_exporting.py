@@ -150,7 +150,7 @@ def test_adapters_are_not_merged_into_quantised_weights(dtype, tmp_path, out):
     export_merged(tmp_path / "adapter", base, out)  # another layer, which no adapter changes
     name = "model.layers.0.self_attn.q_proj.weight"
     save_file({**weights, name: weights[name].to(dtype)}, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"adapts {name}, which .*base stores quantised \({dtype}\); export without --merge"):
+    with pytest.raises(ConfigError, match=rf"adapts {name}, which .*base has quantised \({dtype}\); export without --merge"):
         export_merged(tmp_path / "adapter", base, tmp_path)
 
 

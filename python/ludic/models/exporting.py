@@ -154,9 +154,7 @@ class _Adapters:
                 )
             like = base[target]
             if not like.dtype.is_floating_point or like.element_size() == 1:
-                raise ConfigError(
-                    f"{folder} adapts {target}, which {place} stores quantised ({like.dtype}); export without --merge"
-                )
+                raise ConfigError(f"{folder} adapts {target}, which {place} has quantised ({like.dtype}); export without --merge")
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
         """The weight `name` of the base with its adapter, [out, in] (the other way round for

@@ -36,9 +36,7 @@ def locate_model(source: str, *files: str) -> str:
         return str(place)
     check_place(source)
     if Path(source).expanduser().is_dir():
-        raise ConfigError(
-            f"{source} has no {' and no '.join(files or CONFIGS)}; give a folder or a hub id such as Qwen/Qwen2.5-0.5B"
-        )
+        raise ConfigError(f"{source} has no {' and no '.join(files or CONFIGS)}; give a folder or an id like Qwen/Qwen2.5-0.5B")
     return source
 
 

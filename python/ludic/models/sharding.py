@@ -108,9 +108,7 @@ def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) 
         model.float()
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
     if len(dtypes) > 1:
-        raise ConfigError(
-            f"FSDP shards one dtype, and the trained weights have {', '.join(dtypes)}; set param_dtype=torch.bfloat16"
-        )
+        raise ConfigError(f"FSDP shards one dtype, but weights have {', '.join(dtypes)}; set param_dtype=torch.bfloat16")
     if settings.activation_checkpointing:
         enable_checkpointing(model)
     options: dict[str, Any] = {

@@ -172,9 +172,7 @@ def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -
     others = [name for name, tensor in state.items() if name in own and own[name].dtype != tensor.dtype]
     for name in others:
         if own[name].is_floating_point() != state[name].is_floating_point():
-            raise CheckpointError(
-                f"{name} in {folder} is {state[name].dtype}, not {own[name].dtype}; use the model that wrote it"
-            )
+            raise CheckpointError(f"{name} in {folder} is {state[name].dtype}, not {own[name].dtype}; use its own model")
     if others:
         stored, wanted = state[others[0]].dtype, own[others[0]].dtype
         logger.warning("%d tensors in %s are converted from %s to the model's %s", len(others), folder, stored, wanted)

@@ -66,9 +66,7 @@ def model_options(recipe: Any) -> dict[str, Any]:
     that have a setting, and those that would run code."""
     options = dict(recipe.model_init_kwargs)
     if options and (recipe.model is None or not options.keys() <= set(_LOADING)):
-        raise ConfigError(
-            f"model_init_kwargs ({', '.join(options)}) must be of {', '.join(_LOADING)}, for a model that `model` names"
-        )
+        raise ConfigError(f"model_init_kwargs ({', '.join(options)}) must be of {', '.join(_LOADING)}, with a `model`")
     return options
 
 

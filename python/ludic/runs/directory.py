@@ -179,9 +179,7 @@ class RunDirectory:
         appears_by = time.monotonic() + FOLLOW_S
         while not (path / "progress.json").is_file():
             if time.monotonic() > appears_by:
-                raise CheckpointError(
-                    f"{path} of rank 0 is not on {socket.gethostname()}; set output=FOLDER on a shared file system"
-                )
+                raise CheckpointError(f"{path} of rank 0 is not on {socket.gethostname()}; set output=FOLDER on a shared disk")
             time.sleep(0.1)
         directory = cls.open_to_read(path)
         directory.is_follower = True

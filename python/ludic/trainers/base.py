@@ -236,9 +236,7 @@ def settings_of(model: object, settings: Mapping[str, Any], **given: Any) -> lis
     ConfigTypeError for a model that is not on disk, ConfigError for a setting that an argument has
     already."""
     if model is not None and not isinstance(model, str | Path):
-        raise ConfigTypeError(
-            f"model ({type(model).__name__}) must be a folder or a hub id; save it with model.save_pretrained(folder)"
-        )
+        raise ConfigTypeError(f"model ({type(model).__name__}) must be a folder or a hub id; use model.save_pretrained(folder)")
     algorithm = settings.get("algorithm", "")
     if not isinstance(algorithm, str):
         raise ConfigTypeError(f"algorithm ({type(algorithm).__name__}) must be a name, such as grpo, or module:function")

@@ -43,9 +43,7 @@ class LoraPublisher(Publisher):
         from ludic.models.sharding import is_sharded
 
         if is_sharded(model):
-            raise ConfigError(
-                "rank 0 has only a part of a sharded model's adapters; publish merged weights (create_vllm_publisher)"
-            )
+            raise ConfigError("rank 0 lacks adapters of a sharded model; publish merged weights (create_vllm_publisher)")
         self.target = as_push_target(client)
         self.servers = [VllmEndpoints(url, headers=self.target.request_headers) for url in self.target.all_urls()]
         self.model, self.name, self.timeout_s = model, name, timeout_s

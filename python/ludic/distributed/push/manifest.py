@@ -122,9 +122,7 @@ def drop_tied_head(weights: Weights, manifest: ServerManifest) -> Weights:
 
     embeddings = [tensor for name, tensor in weights.items() if name.endswith(EMBEDDING)]
     if embeddings and not torch.equal(embeddings[0], weights[HEAD]):
-        raise PublishError(
-            f"{HEAD} differs from the embedding, but the server has tie_word_embeddings=true; set it to false there"
-        )
+        raise PublishError(f"{HEAD} differs from the embedding; serve the model with tie_word_embeddings=false")
     return {name: tensor for name, tensor in weights.items() if name != HEAD}
 
 

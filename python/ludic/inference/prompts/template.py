@@ -111,16 +111,12 @@ class ChatTemplate:
         template = read_template(self._tokenizer)
         if not template:
             if tools:
-                raise ConfigError(
-                    "the tokenizer has no chat template to show tools with; set tokenizer.chat_template to one that renders them"
-                )
+                raise ConfigError("the tokenizer has no chat template; set tokenizer.chat_template to one that renders tools")
             return _join_contents(messages)
         text = str(self.apply(messages, prompt=True, tokenize=False, tools=tools, **template_kwargs))
         if tools and (key := (template, json.dumps(tools))) not in self._checked:
             if text == self.apply(messages, prompt=True, tokenize=False, **template_kwargs):
-                raise ConfigError(
-                    "the tokenizer's chat template ignores tools; set tokenizer.chat_template to one that renders `tools`"
-                )
+                raise ConfigError("the tokenizer's chat template ignores tools; set tokenizer.chat_template to one with `tools`")
             self._checked.add(key)
         return text
 

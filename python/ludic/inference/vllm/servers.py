@@ -101,9 +101,7 @@ class VLLMServers:
         if self.pool.restarts is None:
             return
         if stale := [span["version"] for span in spans if not is_at_least(span["version"], least)] or ([] if spans else [None]):
-            raise StaleWeightsError(
-                f"{server.url} samples with version {stale[0]} of the weights, not with {least} or a later one"
-            )
+            raise StaleWeightsError(f"{server.url} samples with version {stale[0]} of the weights, not with {least} or later")
 
     async def has_version(self, version: int) -> bool:
         """Whether a server has this version, or a later one."""

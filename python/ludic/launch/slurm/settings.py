@@ -149,9 +149,7 @@ class SlurmSettings:
             names = [name for name in _ASSIGNMENT.findall(line) if _SECRET.search(name)]
             if names or _ADDRESS.search(line):
                 what = names[0] if names else "a password in an address"
-                raise ConfigError(
-                    f"setup, line {number}: {what} would be readable in the script; export it where you submit the job"
-                )
+                raise ConfigError(f"setup, line {number}: {what} would be readable in the script; export it before you submit")
 
 
 def check_time(limit: str) -> None:

@@ -276,9 +276,7 @@ class StreamedSFTData:
         rows = None if several else make_stream(recipe).count_rows()
         if rows is None:
             why = "a row may make several samples" if several else "the stream does not tell its length"
-            raise ConfigError(
-                f"steps (null) must be set (epochs={recipe.epochs}, batch_size={recipe.batch_size}): {why}; set steps=N"
-            )
+            raise ConfigError(f"steps (null, epochs={recipe.epochs}, batch_size={recipe.batch_size}): {why}; set steps=N")
         return -(-recipe.epochs * max(1, rows - len(self.heldout_prompts)) // recipe.batch_size)
 
     def describe(self) -> str:
