@@ -73,7 +73,7 @@ async def test_responses_without_log_probabilities_are_errors(server):
     client = SGLangClient(server.url, max_retries=0)
     generated = server._generated
     server._generated = lambda body: generated({**body, "return_logprob": False})
-    with pytest.raises(InferenceError, match="4 token ids and log-probabilities of 0"):
+    with pytest.raises(InferenceError, match="4 token ids with log-probabilities of 0"):
         await client.complete_tokens([9])
     server._generated = lambda body: {"choices": []}
     with pytest.raises(InferenceError, match="missing required field `meta_info`"):

@@ -96,7 +96,7 @@ def test_a_model_is_loaded_with_the_arguments_of_the_recipe(tmp_path: Path, monk
             r"\(trust_remote_code\) must be of attn_implementation, .* revision",
         ),
         (["model=m", "model_init_kwargs.use_safetensors=false"], r"\(use_safetensors\) must be of"),
-        (["model_init_kwargs.revision=main"], "for a model that `model` names"),
+        (["model_init_kwargs.revision=main"], "with a `model`"),
     ],
 )
 def test_arguments_that_no_model_is_loaded_with_are_refused(arguments: list[str], message: str) -> None:

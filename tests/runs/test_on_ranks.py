@@ -64,7 +64,7 @@ def test_an_error_of_a_rank_says_which_and_has_its_status(monkeypatch, capsys):
     assert re.search(r"^ludic: rank 1 of 4: steps \(-1\) .*at least 0\n$", capsys.readouterr().err)
     monkeypatch.setenv("RANK", "9")  # the error that an environment like this causes is shown, too
     with pytest.raises(typer.Exit) as ended, report_user_errors():
-        raise ConfigError("this is rank 9 of 4")
+        raise ConfigError("rank 9 of 4")
     assert ended.value.exit_code == 2
 
 

@@ -251,7 +251,7 @@ def _join_contents(messages: Sequence[Message]) -> str:
     if len(messages) < 2 or (len(messages) == 2 and roles[0] in ("system", "developer")):
         return "\n\n".join(content for content in contents if content)
     raise ConfigError(
-        f"the prompt has {len(messages)} messages ({', '.join(roles)}), and the tokenizer no chat template; set tokenizer.chat_template"
+        f"the prompt has {len(messages)} messages ({', '.join(roles)}), and the tokenizer has no chat template; set its chat_template"
     )
 
 
