@@ -46,7 +46,7 @@ def test_settings_that_cannot_work_are_refused(settings, rule):
 
 
 def test_one_process_without_a_group_cannot_shard():
-    with pytest.raises(ConfigError, match=r"\(kind='full'\) needs a process group: .*torchrun .*ranks\.start\(\)"):
+    with pytest.raises(ConfigError, match=r"\(kind='full'\) needs a process group: .*ranks\.start\(\) under torchrun"):
         make_mesh(ShardingSettings("full"), "cpu")
 
 

@@ -326,7 +326,7 @@ def _connect_store(address: str, port: int, size: int, timeout_s: float) -> Any:
         return store.result(timeout_s)
     except TimeoutError as error:
         raise WeightTransferError(
-            f"{address}:{port} of the trainer did not answer within {timeout_s:g} s; pass master_address= to the publisher"
+            f"{address}:{port} did not answer within {timeout_s:g} s; pass master_address= to the publisher"
         ) from error
 
 
