@@ -101,7 +101,7 @@ def test_an_address_without_a_password_is_accepted(url: str) -> None:
 @pytest.mark.parametrize("address", ["queuehost:6379", ":hunter2@queuehost:6379"])
 def test_a_variable_that_is_no_address_is_named_and_not_shown(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDIC_QUEUE_URL", address)
-    with pytest.raises(ConfigError, match="LUDIC_QUEUE_URL .* must begin with redis:// or rediss://") as caught:
+    with pytest.raises(ConfigError, match=r"LUDIC_QUEUE_URL .* must begin with redis:// or rediss://") as caught:
         find_queue(recipe_of().queue, Path("/runs/a"))
     assert address not in str(caught.value)
     with pytest.raises(ConfigError, match="LUDIC_QUEUE_URL"):  # before a run begins
