@@ -166,7 +166,7 @@ def test_a_password_is_written_nowhere(tmp_path):
         recipe = [where] if where == "m.yaml" else ["sort", "model=here", where]
         code, output = slurm(*recipe, "inference=vllm", "--submit")
         assert code != 0
-        assert "has a password" in " ".join(output.replace("│", " ").split())
+        assert "must have no password" in " ".join(output.replace("│", " ").split())
         assert "secretpw" not in output
         assert [file.name for file in tmp_path.iterdir()] == ["m.yaml"]
 
