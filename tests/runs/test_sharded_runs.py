@@ -2,7 +2,6 @@
 measured and saved with the trained weights, and resumed on as many ranks and on one."""
 
 import json
-import re
 import shutil
 import signal
 from pathlib import Path

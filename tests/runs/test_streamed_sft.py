@@ -1,7 +1,6 @@
 """`ludic sft streaming=true`: a run that reads its data while training, resumed and measured."""
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any

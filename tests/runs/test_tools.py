@@ -2,7 +2,6 @@
 resume, and in `ludic eval`. The model is a small one that knows one call of `stock` by heart."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest

@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import sys
 import types
 from importlib.machinery import ModuleSpec

@@ -4,7 +4,6 @@ functions passed in named with the remedy. Times are those of a virtual clock.""
 import asyncio
 import functools
 import json
-import re
 import threading
 from random import Random
 
