@@ -37,6 +37,26 @@ def test_what_to_set_is_said(fits: tuple[bool, ...], expected: str) -> None:
     assert expected in doctor._conclude(estimates)
 
 
+def test_runs_of_the_other_commands_are_estimated() -> None:
+    """None of them samples; a reward model has one score and no logits."""
+    of = {name: json.loads(commands.ludic("doctor", name, *SMALL, "--json")) for name in ("train", "sft", "dpo", "train-rm")}
+    own = {name: report["estimates"][0] for name, report in of.items()}
+    assert own["train"]["kv_cache_bytes"] > own["sft"]["kv_cache_bytes"] == own["dpo"]["kv_cache_bytes"] == 0
+    assert own["sft"]["logits_bytes"] > own["train-rm"]["logits_bytes"] == 0
+    assert of["sft"]["parameters"] + 16 == of["train-rm"]["parameters"]  # the head
+
+
+def test_the_reference_counts_as_a_second_copy_of_the_weights() -> None:
+    """With adapters it is the policy without them."""
+
+    def weights(*settings: str) -> int:
+        return json.loads(commands.ludic("doctor", "sort", *SMALL, "--json", *settings))["estimates"][0]["weights_bytes"]
+
+    held = "algorithm_args.reference_kl=0.1"
+    assert weights(held) == 2 * weights()
+    assert weights(held, "lora.rank=2") == weights("lora.rank=2")
+
+
 def test_a_model_that_is_not_there_is_named() -> None:
     assert "nosuch" in commands.refused("doctor", "model=runs/nosuch")
 

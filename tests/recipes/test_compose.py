@@ -12,11 +12,29 @@ from ludic.training.config import TrainerConfig
 
 
 def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
-    assert list_builtin_recipes() == ["addition", "code", "data", "maxent", "sort", "tictactoe", "tools"]
+    made = ["addition", "code", "data", "gsm8k", "gsm8k-tools", "math", "maxent", "mbpp", "sort", "tictactoe", "tools"]
+    assert list_builtin_recipes() == made
     for name in list_builtin_recipes():
         recipe = compose([name])
         assert recipe.recipe == name
         assert "???" not in to_yaml(recipe)  # how OmegaConf writes a missing value
+
+
+def test_a_built_in_recipe_begins_with_the_one_that_it_names() -> None:
+    """math names gsm8k, which names data. The nearest value wins; the name is the recipe's own."""
+    maths, gsm8k, rows = (compose([name, "model=somewhere"]) for name in ("math", "gsm8k", "data"))
+    assert (maths.recipe, maths.data, maths.task.args["config"]) == ("math", "DigitalLearningGmbH/MATH-lighteval", None)
+    assert maths.trainer.lr == gsm8k.trainer.lr != rows.trainer.lr
+    assert maths.checkpoint == rows.checkpoint
+    assert maths.algorithm_args == gsm8k.algorithm_args
+    assert "reference_kl" not in compose(["math", "algorithm=rloo"]).algorithm_args
+
+
+def test_a_file_can_extend_such_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: math\nmodel: somewhere\ntrainer: {lr: 2.0e-6}\n")
+    recipe = compose([str(path)])
+    assert (recipe.recipe, recipe.model, recipe.trainer.lr, recipe.steps) == ("math", "somewhere", 2e-6, 435)
 
 
 def test_without_arguments_the_sorting_recipe_runs() -> None:
@@ -109,6 +127,7 @@ def test_a_file_can_have_settings_for_each_algorithm(tmp_path: Path) -> None:
         ("~seed", r"one recipe|no recipe|not key=value|sweep"),
         ("seed =3", r"not key=value"),
         ("adition", r"no recipe 'adition'; did you mean addition"),
+        ("capybara", r"no recipe 'capybara' of ludic train; there is ludic sft capybara"),
         ("runs/absent", r"no recipe 'runs/absent'; .*no such folder"),
         ("missing.yaml", r"missing\.yaml does not exist"),
         ("inference.max_lag=1", r"'inference\.max_lag'; .*called inference\.batches_ahead"),

@@ -83,6 +83,8 @@ Hugging Face layout. Ctrl-C stops after the current step and saves the run.
 - `ludic train tictactoe` plays against an opponent; `ludic train tools` learns to call a tool twice before it answers
 - `ludic train maxent` keeps the variety of right answers; `ludic train maxent --algorithm grpo` is the same run with GRPO
 - `ludic train --algorithm cispo seed=3 trainer.lr=1e-4` sets fields (`--print-config` lists them all)
+- `ludic train gsm8k` trains Qwen2.5-0.5B-Instruct on GSM8K, `ludic train math` the 1.5B on MATH, `ludic train gsm8k-tools` with a
+calculator, `ludic train mbpp` on programs
 - `ludic train my_recipe.yaml` reads a file; its `recipe:` key names the built-in recipe it starts from
 - `ludic train model=path/to/model` trains any causal model on disk, or a hub id
 - `ludic train model=path/to/model data=problems.jsonl reward=rewards:exact` trains it on your prompts with the reward function `exact`
@@ -124,6 +126,7 @@ stops after the current step and saves the run.
 **Examples**
 
 - `ludic sft` teaches a small model to sort digits, from demonstrations
+- `ludic sft capybara` trains Qwen2-0.5B on the conversations of Capybara
 - `ludic sft model=path/to/model data=chats.jsonl epochs=2 trainer.lr=1e-5` (`--print-config` lists all fields)
 - `ludic sft model=path/to/model data=chats.jsonl --preview` shows rows with their trained tokens marked, and stops
 - `ludic sft settings.yaml trainer.packing=padding_free` reads a settings file
@@ -176,6 +179,7 @@ Hugging Face layout, for `AutoModelForSequenceClassification`. Ctrl-C stops afte
 **Examples**
 
 - `ludic train-rm` trains a small model on generated preferences with a known best possible accuracy
+- `ludic train-rm ultrafeedback` trains Qwen2-0.5B-Instruct on UltraFeedback
 - `ludic train-rm model=path/to/model data=pairs.jsonl trainer.lr=1e-5 lora.rank=8` (`--print-config` lists all fields)
 - `ludic train-rm --model Qwen/Qwen2.5-0.5B --hf-dataset stanfordnlp/SHP --limit 5000 --eval-split test --lora` uses flags
 - `ludic train-rm --resume runs/NAME` resumes an interrupted run
@@ -191,7 +195,7 @@ Hugging Face layout, for `AutoModelForSequenceClassification`. Ctrl-C stops afte
 def train_rm(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]... [FLAGS]...", help="A settings file, and fields to set."),
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]... [FLAGS]...", help="A built-in recipe or a YAML file, and fields to set."),
     ] = None,
     resume: Resume = None,
     json_only: JsonOnly = False,
@@ -211,6 +215,7 @@ answers.jsonl, plots, and the model in Hugging Face layout. Ctrl-C stops after t
 **Examples**
 
 - `ludic dpo` warms up a small model and trains it on generated preferences with a known best possible accuracy
+- `ludic dpo ultrafeedback` trains Qwen2-0.5B-Instruct on UltraFeedback
 - `ludic dpo model=path/to/model data=pairs.jsonl trainer.lr=5e-7 lora.rank=8` (`--print-config` lists all fields)
 - `ludic dpo model=path/to/model data=pairs.jsonl loss.loss_type=ipo loss.beta=0.05` is IPO
 - `ludic dpo --resume runs/NAME` resumes an interrupted run
@@ -472,20 +477,26 @@ def status(
     return status_command(path, json_only=json_only)
 
 
-_DOCTOR_HELP = """Print versions, devices, and the optional extras with what each adds; with settings of `ludic train`, what such a run
-needs of memory, whether it fits, and which settings help. No weights are loaded.
+_DOCTOR_HELP = """Print versions, devices, and the optional extras with what each adds; with settings of `ludic train`, or of the command
+that comes first, what such a run needs of memory, whether it fits, and which settings help. No weights are loaded.
 
 **Examples**
 
 - `ludic doctor`
 - `ludic doctor model=path/to/model trainer.max_seq_len=4096`
 - `ludic doctor model=path/to/model lora.rank=16 dtype=bfloat16 --json`
+- `ludic doctor gsm8k`; `ludic doctor dpo ultrafeedback`
 """
 
 
 @app.command(help=_DOCTOR_HELP)
 def doctor(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As in `ludic train`.")] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[train | sft | dpo | train-rm] [RECIPE] [KEY=VALUE]...", help="As in the command, by default `ludic train`."
+        ),
+    ] = None,
     json_only: _AsJson = False,
 ) -> None:
     from ludic.cli.doctor import examine, show, show_memory

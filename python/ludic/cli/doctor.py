@@ -125,12 +125,14 @@ TITLES = ("weights", "grads", "optim", "activ", "logits", "KV", "training", "sam
 
 
 def advise(arguments: Sequence[str]) -> dict[str, Any]:
-    """The report for the settings of a run of `ludic train`: bytes for each part, for the settings
-    as they are, in each dtype, and with each remedy. Loads no weights."""
-    from ludic.recipes.compose import compose
+    """The report for the settings of a run of `ludic train`, or of the command that comes first:
+    bytes for each part, for the settings as they are, in each dtype, and with each remedy. Loads no
+    weights."""
+    from ludic.runs.directory import DIRECTORIES, RunDirectory
     from ludic.runs.memory_estimate import MemoryEstimator, Settings
 
-    recipe = compose(arguments)
+    command = DIRECTORIES.get(arguments[0], RunDirectory)
+    recipe = command.compose(arguments[arguments[0] in DIRECTORIES :])
     estimator, settings = MemoryEstimator(recipe), Settings.of(recipe)
     device, available = find_memory(recipe.trainer.model_device)
     room = int(available * MARGIN) - RUNTIME_BYTES[device]

@@ -13,7 +13,8 @@ from ludic.errors import LudicError, escape_controls
 from ludic.runs.exit_status import describe_machine_fault, exit_status, find_rank, rank_exit_status
 
 Settings = Annotated[
-    list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A settings file, and fields to set.")
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A built-in recipe or a YAML file, and fields to set."),
 ]
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")]
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")]

@@ -52,13 +52,19 @@ _OPEN_SECTIONS = (
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 _BUILTIN = files("ludic.recipes") / "builtin"
+COMMANDS = ("train", "sft", "dpo", "train-rm")
+"""Commands that have built-in recipes."""
 _NO_RESULTS = ("name", "output", "report_to", "report_args", "report_header", "report_aliases", "ranks", "place", "callbacks")
 """Settings that change no result."""
 
 
-def list_builtin_recipes() -> list[str]:
-    """Names of the recipes that come with the library."""
-    return sorted(path.name.removesuffix(".yaml") for path in _BUILTIN.iterdir() if path.name.endswith(".yaml"))
+def list_builtin_recipes(command: str = "train") -> list[str]:
+    """Names of the recipes of a command that come with the library."""
+    return sorted(path.name.removesuffix(".yaml") for path in _find_builtin(command).iterdir() if path.name.endswith(".yaml"))
+
+
+def _find_builtin(command: str) -> Any:
+    return _BUILTIN if command == "train" else _BUILTIN / command
 
 
 def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recipe:
@@ -190,7 +196,7 @@ def _read_file(source: str | None, overrides: list[Override], ranks: int) -> tup
 
 
 def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
-    """The layers of a recipe, lowest first: the built-in recipe with its settings for the
+    """The layers of a recipe, lowest first: the built-in recipes, each with its settings for the
     algorithm and for a loaded model, then the user's file with its own. In a file with
     `loaded_model: null` no settings depend on the model."""
     overridden = {override.key: override.value for override in overrides}
@@ -199,11 +205,11 @@ def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Overr
     has_rows = any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward"))
     default = "data" if has_rows or kind == "reasoning_gym" else "sort"  # for a pretrained model
     base_name = overridden.get("recipe", user.get("recipe", default) if is_file else source or default)
-    base = deepcopy(_read_builtin(str(base_name)))
-    algorithm = overridden.get("algorithm", user.get("algorithm", base.algorithm))
-    model = overridden.get("model", user.get("model", base.model))
+    layers = [*_read_bases(str(base_name)), (str(source), user)]
+    given = [overridden, *(layer for _, layer in reversed(layers))]
+    algorithm, model = (next(layer[key] for layer in given if key in layer) for key in ("algorithm", "model"))
     replaces = model is not None and user.get(LOADED_MODEL, {}) is not None
-    for where, layer in ((f"recipe {base_name}", base), (str(source), user)):
+    for where, layer in layers:
         by_algorithm, loaded = layer.pop(_PER_ALGORITHM, {}), layer.pop(LOADED_MODEL, OmegaConf.create({}))
         yield where, layer
         yield f"{where}, {_PER_ALGORITHM}.{algorithm}", by_algorithm.get(algorithm, OmegaConf.create({}))
@@ -211,14 +217,28 @@ def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Overr
             yield f"{where}, {LOADED_MODEL}", loaded
 
 
+def _read_bases(name: str) -> Iterator[tuple[str, DictConfig]]:
+    """The built-in recipe `name`, before it those that it begins with. Its key `recipe` names the
+    next one, as in a user's file."""
+    layer = deepcopy(read_builtin(name))
+    if layer.recipe != name:
+        yield from _read_bases(layer.recipe)
+    layer.recipe = name
+    yield f"recipe {name}", layer
+
+
 @cache
-def _read_builtin(name: str) -> DictConfig:
-    if name not in (known := list_builtin_recipes()):
+def read_builtin(name: str, command: str = "train") -> DictConfig:
+    """To be copied before it is changed. Raises ConfigError for a name that `command` does not
+    have, and names the command that has it."""
+    if name not in (known := list_builtin_recipes(command)):
         remedy = did_you_mean(name, known, f"there are {', '.join(known)}; a file's name ends in .yaml")
         if "/" in name:
             remedy += ", and there is no such folder of a run"
+        if others := [f"ludic {other} {name}" for other in COMMANDS if name in list_builtin_recipes(other)]:
+            remedy = f" of ludic {command}; there is {' and '.join(others)}"
         raise ConfigError(f"there is no recipe {name!r}{remedy}")
-    return cast(DictConfig, OmegaConf.create((_BUILTIN / f"{name}.yaml").read_text(encoding="utf-8")))
+    return cast(DictConfig, OmegaConf.create((_find_builtin(command) / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def read_yaml(path: Path) -> DictConfig:

@@ -4,6 +4,7 @@ resolved, and the schema of each, whose values come from `defaults/`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.data.formats import AUTO, FORMATS
 from ludic.errors import ConfigError
-from ludic.recipes.compose import LOADED_MODEL, read_yaml, resolve_layers, split_arguments
+from ludic.recipes.compose import LOADED_MODEL, list_builtin_recipes, read_builtin, read_yaml, resolve_layers, split_arguments
 from ludic.recipes.overrides import Override, parse_flags
 from ludic.recipes.processes import RanksSection, TrainersSection, check_place
 from ludic.recipes.rules import check_settings, setting
@@ -63,10 +64,12 @@ R = TypeVar("R", bound=EpochsRecipe)
 
 
 def compose_epochs(recipe: type[R], arguments: Sequence[str | Override], *, command: str, trainer: type[Any]) -> R:
-    """Resolve a recipe. `arguments` are at most one YAML file and any number of `key=value`.
+    """Resolve a recipe. `arguments` are at most one YAML file or name of a built-in recipe of
+    `command`, and any number of `key=value`.
 
     Later values win, in this order: the defaults of `command`, its values for a loaded model, the
-    file, the command line. `trainer` is the trainer's config, from `make_trainer_section`."""
+    file or the built-in recipe, the command line. `trainer` is the trainer's config, from
+    `make_trainer_section`."""
     source, overrides = split_arguments(arguments)
     tree = cast(DictConfig, OmegaConf.structured(recipe))
     tree.trainer = OmegaConf.structured(trainer)
@@ -78,18 +81,28 @@ def compose_epochs(recipe: type[R], arguments: Sequence[str | Override], *, comm
 
 
 def _read_layers(command: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
-    if source is not None and not source.endswith((".yaml", ".yml")):
-        raise ConfigError(f"{source!r} is no setting; write data={source} for a data file, FILE.yaml for a settings file")
     base = cast(
         DictConfig, OmegaConf.create((files("ludic.recipes") / "defaults" / f"{command}.yaml").read_text(encoding="utf-8"))
     )
-    user = read_yaml(Path(source).expanduser()) if source else OmegaConf.create({})
+    user = _read_source(command, source) if source else OmegaConf.create({})
     model = {override.key: override.value for override in overrides}.get("model", user.get("model", base.model))
     for where, layer in (("defaults", base), (str(source), user)):
         loaded = layer.pop(LOADED_MODEL, OmegaConf.create({}))
         yield where, layer
         if model is not None:
             yield f"{where}, {LOADED_MODEL}", loaded
+
+
+def _read_source(command: str, source: str) -> DictConfig:
+    """A settings file, or a built-in recipe. Raises ConfigError for anything else."""
+    if source.endswith((".yaml", ".yml")):
+        return read_yaml(Path(source).expanduser())
+    if Path(source).suffix or "/" in source:
+        raise ConfigError(
+            f"{source!r} is neither a setting nor a settings file; write data={source} for a data file, FILE.yaml for a settings file, "
+            f"or name a recipe: {', '.join(list_builtin_recipes(command))}"
+        )
+    return deepcopy(read_builtin(source, command))
 
 
 @dataclass

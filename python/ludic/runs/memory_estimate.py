@@ -20,6 +20,8 @@ from ludic.inference.vllm.launch import count_kv_values
 from ludic.models.loading import check_dtype, locate_model
 from ludic.models.places import find_adapter_base, holds_only_adapters
 from ludic.models.quantization import QuantizationSettings, find_quantizable_layers
+from ludic.recipes.build import build_algorithm
+from ludic.recipes.epochs_schema import EpochsRecipe, RMRecipe
 from ludic.recipes.model import (
     apply_settings,
     build_lora_settings,
@@ -29,7 +31,7 @@ from ludic.recipes.model import (
     recomputes_activations,
 )
 from ludic.recipes.schema import LoraSection, Recipe
-from ludic.recipes.sections import QuantizationSection
+from ludic.recipes.sections import QuantizationSection, ReferenceSection, switches_adapters_off
 from ludic.training.backend.forward import CHUNKED_FROM
 from ludic.training.loss.token_scores import count_tile_elements
 
@@ -56,21 +58,32 @@ class Settings:
     lora: LoraSection
     """With the rank 0 every weight is trained."""
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
+    reference: ReferenceSection | None = None
+    """The reference that scores the batches of `ludic train`; None if the algorithm reads none."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Settings:
-        """The sizes of a recipe of `ludic train`."""
-        trainer = recipe.trainer
+    def of(cls, recipe: Recipe | EpochsRecipe) -> Settings:
+        """The sizes of a recipe."""
+        concurrency, reference = 0, None
+        if isinstance(recipe, Recipe):
+            concurrency = recipe.rollout.concurrency if recipe.inference.kind in (None, "local") else 0
+            reference = recipe.reference if build_algorithm(recipe).reads_reference else None
         return cls(
             dtype=recipe.dtype,
-            micro_token_budget=trainer.micro_token_budget,
-            max_seq_len=trainer.max_seq_len,
-            logits=trainer.logits,
+            micro_token_budget=recipe.trainer.micro_token_budget,
+            max_seq_len=recipe.trainer.max_seq_len,
+            logits=recipe.trainer.logits,
             checkpointing=recomputes_activations(recipe),
-            concurrency=recipe.rollout.concurrency if recipe.inference.kind in (None, "local") else 0,
+            concurrency=concurrency,
             lora=recipe.lora,
             quantization=recipe.quantization,
+            reference=reference,
         )
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether a frozen copy of the model is in memory."""
+        return self.reference is not None and not switches_adapters_off(self.reference, has_adapters=bool(self.lora.rank))
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,7 @@ class MemoryEstimate:
     trained: int
     """Number of them that are trained."""
     weights: int
+    """With the frozen copy that is the reference, if there is one."""
     gradients: int
     optimizer: int
     """AdamW's state, and float32 masters of trained weights in half precision."""
@@ -113,12 +127,13 @@ class MemoryEstimate:
 class MemoryEstimator:
     """Estimates for one model, under any settings."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe | EpochsRecipe) -> None:
         """Raises ConfigError for a model whose config cannot be read."""
         check_dtype(recipe.dtype)
         from transformers import AutoConfig
 
         self.name = recipe.model or "the small model that is made"
+        self._scores = isinstance(recipe, RMRecipe)  # one number, and no logits
         self.config: Any
         if recipe.model is None:
             self.config = make_small_config(recipe.network, build_tokenizer(recipe))
@@ -130,6 +145,9 @@ class MemoryEstimator:
             self.config = AutoConfig.from_pretrained(place, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the config of model ({recipe.model}) could not be read: {error}") from error
+        if self._scores:
+            self.config.num_labels = 1
+            self.config.pad_token_id = self.config.pad_token_id or 0  # a classifier has no batch without one
 
     def estimate(self, settings: Settings) -> MemoryEstimate:
         """The memory of a run with `settings`. Raises ConfigError for settings of adapters that
@@ -149,18 +167,19 @@ class MemoryEstimator:
         count = sum(parameter.numel() for parameter in trained)
         half = sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
         text = self.config.get_text_config()
-        logits, is_chunked = tokens * text.vocab_size, settings.logits == "chunked"
+        logits, is_chunked = 0 if self._scores else tokens * text.vocab_size, settings.logits == "chunked"
         if settings.logits == "auto":
             is_chunked = settings.micro_token_budget * text.vocab_size >= CHUNKED_FROM
         if settings.checkpointing:  # the input of each block, and what one block saves when it is computed again
             blocks = text.num_hidden_layers
             saved = blocks * tokens * text.hidden_size * dtype.itemsize + saved // blocks
+        copy = _count_bytes(parameters) if settings.copies_reference else 0
         tile = count_tile_elements(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return MemoryEstimate(
             settings=settings,
             parameters=sum(parameter.numel() for parameter in parameters),
             trained=count,
-            weights=_count_bytes(parameters) - sum(dense - stored for dense, stored in layers),
+            weights=_count_bytes(parameters) + copy - sum(dense - stored for dense, stored in layers),
             gradients=_count_bytes(trained),
             optimizer=OPTIMIZER_STATE * count + 2 * WIDE * half,  # a master, and its gradient
             activations=saved + dequantized,
@@ -201,10 +220,11 @@ class MemoryEstimator:
         return dtype
 
     def _build(self, dtype: torch.dtype, settings: Settings) -> nn.Module:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+        kind = AutoModelForSequenceClassification if self._scores else AutoModelForCausalLM
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=dtype, trust_remote_code=False)
+            model: nn.Module = kind.from_config(self.config, dtype=dtype, trust_remote_code=False)
         model.train()
         adapters = build_lora_settings(settings.lora)
         return model if adapters is None else apply_settings(model, adapters)
