@@ -183,3 +183,11 @@ def test_a_run_without_held_out_rows_explains_why(tiny, tmp_path):
     small = [argument for argument in tiny if argument.startswith(("network.", "threads", "output", "name"))]
     shown = ludic("sft", *small, f"data={tmp_path / 'rows.jsonl'}", "heldout=0.1", "steps=1")
     assert re.search(r"2 different prompts .*10 rows .*heldout to 0\.5", shown)
+
+
+def test_sft_takes_no_arguments_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments are looked at in pairs, for a `--preview` without a number."""
+    seen: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr("ludic.cli.train.train_command", lambda name, settings, **options: seen.append((name, settings)) or 0)
+    assert CliRunner().invoke(app, ["sft"]).exit_code == 0
+    assert seen == [("sft", [])]

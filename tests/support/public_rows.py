@@ -1,5 +1,7 @@
 """A few rows with the columns and types of public data sets, written for these tests."""
 
+from itertools import product
+
 SUMS = [(2, 2), (1, 3), (5, 4), (3, 3), (1, 1), (4, 3), (6, 1), (2, 6), (8, 1)]
 
 
@@ -64,7 +66,7 @@ CAPYBARA = [
         ],
         "num_turns": 2,
     }
-    for a, b in SUMS * 7
+    for a, b in product(range(1, 9), repeat=2)
 ]
 ULTRAFEEDBACK = [
     {

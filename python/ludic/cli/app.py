@@ -138,7 +138,7 @@ class _PreviewCommand(TyperCommand):
     """Accepts `--preview` without a number."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], ""]
+        following = [*args, ""][1:]
         return super().parse_args(
             ctx,
             [
