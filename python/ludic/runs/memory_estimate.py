@@ -145,9 +145,6 @@ class MemoryEstimator:
             self.config = AutoConfig.from_pretrained(place, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the config of model ({recipe.model}) could not be read: {error}") from error
-        if self._scores:
-            self.config.num_labels = 1
-            self.config.pad_token_id = self.config.pad_token_id or 0  # a classifier has no batch without one
 
     def estimate(self, settings: Settings) -> MemoryEstimate:
         """The memory of a run with `settings`. Raises ConfigError for settings of adapters that
@@ -223,6 +220,9 @@ class MemoryEstimator:
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         kind = AutoModelForSequenceClassification if self._scores else AutoModelForCausalLM
+        if self._scores:
+            self.config.num_labels = 1
+            self.config.pad_token_id = self.config.pad_token_id or 0  # a classifier has no batch without one
         with torch.device("meta"):
             model: nn.Module = kind.from_config(self.config, dtype=dtype, trust_remote_code=False)
         model.train()
