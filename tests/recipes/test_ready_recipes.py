@@ -33,7 +33,7 @@ def run(
 
 
 def reinforce(tmp_path: Path, name: str, phrases: list[str], answers: int, *settings: str) -> list[dict[str, Any]]:
-    """Three steps of `ludic train NAME`, whose rewards differ. Each has `answers` samples."""
+    """Three steps of `ludic train NAME`, whose rewards differ. Each has `answers` episodes."""
     summary, steps = run(tmp_path, "train", name, phrases, *settings)
     assert (summary["status"], summary["steps"], summary["idle_steps"]) == ("finished", 3, 0)
     assert summary["episodes"]["failed"] == 0
