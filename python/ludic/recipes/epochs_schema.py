@@ -98,10 +98,8 @@ def _read_source(command: str, source: str) -> DictConfig:
     if source.endswith((".yaml", ".yml")):
         return read_yaml(Path(source).expanduser())
     if Path(source).suffix or "/" in source:
-        raise ConfigError(
-            f"{source!r} is neither a setting nor a settings file; write data={source} for a data file, FILE.yaml for a settings file, "
-            f"or name a recipe: {', '.join(list_builtin_recipes(command))}"
-        )
+        recipes = ", ".join(list_builtin_recipes(command))
+        raise ConfigError(f"{source!r} is no setting; write data={source} for a data file, FILE.yaml, or a recipe: {recipes}")
     return deepcopy(read_builtin(source, command))
 
 
