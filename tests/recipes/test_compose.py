@@ -12,8 +12,9 @@ from ludic.training.config import TrainerConfig
 
 
 def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
-    made = ["addition", "code", "data", "gsm8k", "gsm8k-tools", "math", "maxent", "mbpp", "sort", "tictactoe", "tools"]
-    assert list_builtin_recipes() == made
+    benchmarks = ["eval-aime-2024", "eval-aime-2025", "eval-gsm8k", "eval-math-500"]
+    public = ["gsm8k", "gsm8k-tools", "math", "maxent", "mbpp"]
+    assert list_builtin_recipes() == ["addition", "code", "data", *benchmarks, *public, "sort", "tictactoe", "tools"]
     for name in list_builtin_recipes():
         recipe = compose([name])
         assert recipe.recipe == name

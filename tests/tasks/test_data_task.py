@@ -77,6 +77,18 @@ def test_the_held_out_split_does_not_depend_on_row_order_and_is_never_trained_on
     assert Counter(prompts(task.training)) == Counter(left)
 
 
+def test_without_rows_to_train_on_every_problem_of_the_held_out_data_is_measured_in_its_order(tmp_path):
+    held = write_numbered(tmp_path / "held.jsonl", 5)
+    task = DataTask(TaskData(heldout_data=held), ONE)
+    assert prompts(task.heldout()) == [f"{n}+1=" for n in range(5)]
+    assert [problem["id"] for problem in task.heldout()] == ["0", "1", "2", "3", "4"]
+    assert task.training == []
+    assert len(DataTask(TaskData(heldout_data=held, num_heldout=2), ONE).heldout()) == 2
+    assert len(DataTask(TaskData(heldout_data=held, streaming=True), ONE).heldout()) == 5
+    with pytest.raises(ConfigError, match="needs data=FILE and reward=MODULE:FUNCTION"):
+        DataTask(TaskData(heldout_split="test"), ONE)
+
+
 def test_a_separate_held_out_file_removes_its_prompts_from_training(tmp_path):
     held = write(tmp_path / "t.jsonl", [{"prompt": "0+1=", "answer": "1"}, {"prompt": "new", "answer": "x"}])
     task = DataTask(TaskData(write_numbered(tmp_path / "p.jsonl", 3), heldout_data=held), ONE)

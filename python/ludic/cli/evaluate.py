@@ -28,7 +28,8 @@ from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.list_fields import stored
-from ludic.recipes.compose import choose_devices, compose, config_hash, to_yaml
+from ludic.models.places import check_place
+from ludic.recipes.compose import choose_devices, compose, config_hash, list_builtin_recipes, to_yaml
 from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
@@ -66,6 +67,13 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
+    if settings.base_url is None:
+        if recipe.model is None:
+            raise ConfigError(
+                "there is no model to evaluate; give model=FOLDER or a hub id, the folder of a run (ludic eval runs/NAME), or base_url=URL "
+                "of a server"
+            )
+        check_place(recipe.model)
     from ludic.recipes.build import build_episodic_task
     from ludic.runs.rollouts import make_engine
     from ludic.tasks.rewards import success_of
@@ -76,7 +84,8 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     async with aclosing(own_task), _open_client(recipe, settings, own_task, problems) as (client, model_name, where, task):
         of_run = Path(model_name).name in ("model", "adapter")
         label = Path(model_name).parent.name if of_run else Path(model_name).name
-        folder = make_run_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
+        measured = f"{BENCHMARK}{recipe.recipe.removeprefix(BENCHMARK)}"
+        folder = make_run_folder(recipe.output, recipe.name, f"{measured}-{label}-seed{recipe.seed}")
         write_text(folder / "config.yaml", to_yaml(recipe))
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt
@@ -206,8 +215,6 @@ async def _open_client(
 
 
 def _make_local_client(recipe: Recipe) -> LocalChatClient:
-    if recipe.model is None:
-        raise ConfigError("there is no model to evaluate; give model=FOLDER, a run (ludic eval runs/NAME), or base_url=URL")
     import torch
 
     from ludic.inference.local.client import LocalChatClient
@@ -359,6 +366,8 @@ def _describe_failures(measurement: Measurement, *, has_accuracy: bool) -> list[
     return lines + [f"  {count} x {error[:200]}" for error, count in shown]
 
 
+BENCHMARK = "eval-"
+"""Prefix of the built-in recipes that hold out every problem. The command finds them without it."""
 SHORT_NAMES = {
     "k": "evaluation.samples_per_prompt",
     "problems": "evaluation.prompts",
@@ -398,14 +407,15 @@ class EvalSettings:
 
 
 def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
-    """The recipe and settings of the command line. `arguments`: the name of a recipe, a YAML
-    file or the folder of a run, and overrides, in any order. Later overrides win."""
+    """The recipe and settings of the command line. `arguments`: the name of a benchmark or a
+    recipe, a YAML file or the folder of a run, and overrides, in any order. Later overrides win."""
     own = {field.name for field in fields(EvalSettings)}
     for_recipe: list[str] = []
     overrides: list[Override] = []
     for argument in arguments:
         if "=" not in argument or Path(argument).exists():
-            for_recipe[:0] = expand_run_folder(argument)
+            benchmark = f"{BENCHMARK}{argument}"
+            for_recipe[:0] = [benchmark] if benchmark in list_builtin_recipes() else expand_run_folder(argument)
             continue
         override = parse_override(argument)
         if override.key.startswith("inference."):

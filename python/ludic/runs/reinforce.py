@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, ConfigError
 from ludic.files.checkpoints import check_model_folder
 from ludic.inference.local import LocalChatClient
 from ludic.models.saving import save_policy
@@ -97,6 +97,12 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         check_over_sampling(recipe)
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         check_sampling(recipe)
+        measured = recipe.task.args.get("heldout_data") if recipe.task.kind == "data" else None
+        if recipe.data is None and measured is not None:
+            raise ConfigError(
+                f"the recipe {recipe.recipe} has no rows to train on: task.args.heldout_data ({measured}) is only measured, by `ludic eval "
+                f"{recipe.recipe}`; give data=FILE or a hub id to train on, and set rollout.temperature=1"
+            )
         task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_control(recipe, algorithm)

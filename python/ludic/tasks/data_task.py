@@ -45,13 +45,14 @@ class DataTask(ProblemList):
         eval_reward: Any = None,
         eval_reward_weights: Any = None,
     ) -> None:
-        """`reward_timeout_s`: the deadline of a call of a reward function with all completions of a
+        """Without a source but with `heldout_data`, as in a benchmark, every problem is held out.
+        `reward_timeout_s`: the deadline of a call of a reward function with all completions of a
         batch. None means 600 s for coroutine functions, and no deadline for plain ones, which run
         in a thread of their own if it is set. `judged`: a reward model scores the answers, so that
         `reward` is optional. `eval_reward` rewards the held-out answers. None means `reward` with
         its weights."""
-        source = data.source if isinstance(data, TaskData) else data
-        if source is None or (reward is None and not judged):
+        given = data if isinstance(data, TaskData) else TaskData(data)
+        if (given.source or given.heldout_data) is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
         self.training_scorer = (
             NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
@@ -63,7 +64,7 @@ class DataTask(ProblemList):
         self._is_verified = is_one_verifier(measured_by) and self.scorer.weights == [1.0]
         self.max_new_tokens = max_new_tokens
         rows = TaskData.of(data)
-        loaded = _load(rows, rows.source, rows.split)
+        loaded = _load(rows, *rows.first_source)
 
         def read(source: str | DataMixture, split: str, prefix: str) -> Sequence[DataProblem]:
             return self._make_problems(_load(replace(rows, streaming=False), source, split) if prefix else loaded, prefix)
@@ -186,7 +187,8 @@ class TaskData:
     """
 
     source: Any = None
-    """A source of `load_data`, or a mixture of several, as `DataMixture` or its mapping."""
+    """A source of `load_data`, or a mixture of several, as `DataMixture` or its mapping. None means
+    that there is nothing to train on, and `heldout_data` is all there is."""
     prompt_column: str | None = None
     """None means the first of the usual columns of a prompt that the rows have."""
     answer_column: str | None = None
@@ -209,22 +211,31 @@ class TaskData:
         """The record itself, or one of a source alone. ConfigError for other values."""
         given = data if isinstance(data, TaskData) else cls(data)
         source = given.source
+        if source is None and given.heldout_data is not None:
+            return given
         if isinstance(source, Mapping):
             return cls(**{**vars(given), "source": DataMixture.from_mapping(source)})
         if not isinstance(source, str | DataMixture):
             raise ConfigError(f"data ({source!r}) must be a file, a folder, a hub id, or {{datasets: [{{id: a.jsonl}}]}}")
         return given
 
+    @property
+    def first_source(self) -> tuple[Any, str]:
+        """The source with its split; `heldout_data` with its own if that is all there is."""
+        return (self.heldout_data, self.heldout_split) if self.source is None else (self.source, self.split)
+
     def divide(
         self, read: Callable[[Any, str, str], Sequence[P]], *, key: Callable[[P], str], name: str | None = None
     ) -> tuple[Sequence[P], Sequence[P], Sequence[P]]:
-        """(all problems of the source, those to train on, those held out).
+        """(all problems of the first source, those to train on, those held out).
 
         `read` returns the problems of (a source, its split, a prefix of their ids); problems with
         the same `key`, a hash in hex digits, have the same prompt. `name` is the source's in
         messages.
         """
-        problems = read(self.source, self.split, "")
+        problems = read(*self.first_source, "")
+        if self.source is None:
+            return problems, [], problems[: self.num_heldout]
         shown = name or str(self.source)
         keys = _list_keys(problems, key)
         if self.heldout_data is not None:

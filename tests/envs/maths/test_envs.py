@@ -65,7 +65,7 @@ def test_math_accepts_both_names_of_its_columns():
         env.env_reset()
         asyncio.run(env.env_step(r"\boxed{1.5}"))
         assert grader.asked == [(r"\boxed{1.5}", r"\frac{3}{2}")]
-    with pytest.raises(DataError, match="needs solution or answer; it has problem"):
+    with pytest.raises(DataError, match="needs answer or solution; it has problem"):
         MATHEnv({"problem": "q"})
 
 
@@ -117,10 +117,21 @@ async def test_as_reward_functions_they_grade_text_and_messages_and_return_error
     assert grader.asked == [("1.5", "3/2")]
 
 
+async def test_the_target_is_the_bare_answer_even_if_the_solution_has_another_box():
+    """As in AIME 2024, whose solutions box numbers of their own, or none."""
+    row = {"problem": "q", "solution": r"With $\boxed{6}$ below it is a half.", "answer": r"\frac{1}{2}"}
+    grader = FixedGrader(True, True)
+    env = MATHEnv(row, grader=grader)
+    env.env_reset()
+    await env.env_step("0.5")
+    await math_reward(grader)(completions=["0.5"], solution=[row["solution"]], answer=[row["answer"]])
+    assert grader.asked == [("0.5", r"\frac{1}{2}")] * 2
+
+
 async def test_a_row_without_a_target_is_a_data_error():
     with pytest.raises(DataError, match="no number after ####"):
         gsm8k_reward().check_row({"answer": "43"})
-    with pytest.raises(DataError, match="needs solution or answer"):
+    with pytest.raises(DataError, match="needs answer or solution"):
         math_reward().check_row({"question": "q"})
     with pytest.raises(DataError, match="no number after ####"):
         await gsm8k_reward(FixedGrader(True))(completions=["43"], answer=["43"])

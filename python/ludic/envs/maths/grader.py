@@ -190,8 +190,8 @@ class GSM8KEnv(MathQAEnv):
 
 
 class MATHEnv(MathQAEnv):
-    r"""A row of MATH: `problem` or `question`, and `solution` or `answer`, whose target is the
-    last `\boxed{...}`."""
+    r"""A row of MATH: `problem` or `question`, and `answer` or `solution`, whose target is the
+    last `\boxed{...}`, or the whole text."""
 
     def __init__(
         self,
@@ -202,11 +202,11 @@ class MATHEnv(MathQAEnv):
         correct_reward: float = 1.0,
         incorrect_reward: float = 0.0,
     ) -> None:
-        first_present(sample, "problem", "question"), first_present(sample, "solution", "answer")
+        first_present(sample, "problem", "question"), first_present(sample, "answer", "solution")
         super().__init__(
             sample,
             prompt_key="problem" if sample.get("problem") is not None else "question",
-            answer_key="solution" if sample.get("solution") is not None else "answer",
+            answer_key="answer" if sample.get("answer") is not None else "solution",
             target_parser=math_target,
             system_prompt=system_prompt,
             grader=grader,
@@ -255,9 +255,10 @@ class MathReward:
 
 def gsm8k_reward(grader: MathGrader | None = None) -> MathReward:
     """The number after `####` of the column `answer`."""
-    return MathReward("gsm8k", ["answer"], gsm8k_target, GSM8K_SYSTEM_PROMPT, grader)
+    return MathReward("gsm8k", ["answer"], gsm8k_target, GSM8K_SYSTEM_PROMPT, grader or shared_grader())
 
 
 def math_reward(grader: MathGrader | None = None) -> MathReward:
-    r"""The last `\boxed{...}` of the column `solution` or `answer`, or its whole text."""
-    return MathReward("math", ["solution", "answer"], math_target, MATH_SYSTEM_PROMPT, grader)
+    r"""The last `\boxed{...}` of the column `answer`, or of `solution` if there is no `answer`;
+    without a box its whole text."""
+    return MathReward("math", ["answer", "solution"], math_target, MATH_SYSTEM_PROMPT, grader or shared_grader())
