@@ -1,5 +1,5 @@
-r"""`ludic eval gsm8k` and the other benchmarks as they stand: only the rows of the hub are replaced,
-by rows of the same columns, and the model by a server with scripted answers."""
+"""`ludic eval gsm8k` and the other benchmarks as they stand. Only the rows of the hub are replaced,
+by rows of the same columns, and the model, by a server with scripted answers."""
 
 import json
 import re
@@ -37,10 +37,27 @@ MATH = [
     },
 ]
 AIME_2024 = [
-    {"id": 60, "problem": "Find $11 \\cdot 3$.", "solution": "Some say 34.", "answer": "033", "url": "https://a.example", "year": "2024"},
-    {"id": 61, "problem": "Find $200 + 4$.", "solution": "$\\boxed{4}$ more.", "answer": "204", "url": "https://b.example", "year": "2024"},
+    {
+        "id": 60,
+        "problem": "Find $11 \\cdot 3$.",
+        "solution": "Some say 34.",
+        "answer": "033",
+        "url": "https://a.example",
+        "year": "2024",
+    },
+    {
+        "id": 61,
+        "problem": "Find $200 + 4$.",
+        "solution": "$\\boxed{4}$ more.",
+        "answer": "204",
+        "url": "https://b.example",
+        "year": "2024",
+    },
 ]
-AIME_2025 = [{"problem": "Find $35 \\cdot 2$.", "answer": "70", "id": "0"}, {"problem": "Find $500 + 88$.", "answer": "588", "id": "1"}]
+AIME_2025 = [
+    {"problem": "Find $35 \\cdot 2$.", "answer": "70", "id": "0"},
+    {"problem": "Find $500 + 88$.", "answer": "588", "id": "1"},
+]
 HUB = {
     "gsm8k": ("openai/gsm8k", "main", "test", GSM8K),
     "math-500": ("HuggingFaceH4/MATH-500", None, "test", MATH),
@@ -91,7 +108,8 @@ def test_gsm8k_is_greedy_and_counts_every_problem_of_the_test_split(hub, tmp_pat
     summary, bodies = measure("gsm8k", answers, tmp_path)
     assert summary["accuracy"]["value"] == 3 / 4  # the third is wrong
     assert (summary["num_problems"], summary["samples_per_problem"], summary["temperature"]) == (4, 1, 0.0)
-    # Wilson's interval of 3 of 4 with z = 1.96: centre (.75 + z^2/8) / (1 + z^2/4) = 1.2302/1.9604 = .6275, half its width
+    # Wilson's interval of 3 of 4 with z = 1.96: the centre is
+    # (.75 + z^2/8) / (1 + z^2/4) = 1.2302/1.9604 = .6275, and half of the width is
     # z / 1.9604 * sqrt(.75 * .25 / 4 + z^2 / 64) = .99979 * sqrt(.046875 + .060025) = .3269.
     assert (summary["accuracy"]["low"], summary["accuracy"]["high"]) == pytest.approx((0.3006, 0.9544), abs=5e-4)
     assert [body["messages"][0] for body in bodies] == [{"role": "system", "content": INSTRUCTION}] * 4
@@ -99,11 +117,21 @@ def test_gsm8k_is_greedy_and_counts_every_problem_of_the_test_split(hub, tmp_pat
     (folder,) = tmp_path.iterdir()
     assert (folder.name, summary["recipe"]) == ("eval-gsm8k-stub-seed0", "eval-gsm8k")
     lines = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
-    assert [(line["question"], line["right"]) for line in lines] == [(row["question"], n) for row, n in zip(GSM8K, (1, 1, 0, 1))]
+    assert [line["question"] for line in lines] == [row["question"] for row in GSM8K]
+    assert [line["right"] for line in lines] == [1, 1, 0, 1]
     assert resolve([str(folder / "config.yaml")])[0] == resolve(["gsm8k", "model=null", f"output={tmp_path}"])[0]
 
 
-RIGHT = ["72", "72.0", "\\boxed{72}", "$72", "It is $72.00.", "\\boxed{71}, no: \\boxed{72}", "#### 72", "<think>\\boxed{5}</think>72"]
+RIGHT = [
+    "72",
+    "72.0",
+    "\\boxed{72}",
+    "$72",
+    "It is $72.00.",
+    "\\boxed{71}, no: \\boxed{72}",
+    "#### 72",
+    "<think>\\boxed{5}</think>72",
+]
 WRONG = ["", "I do not know.", "\\boxed{72} or \\boxed{71}", "\\boxed{7", "72 or 73", "<think>\\boxed{72}</think> It is 5."]
 
 
@@ -115,11 +143,11 @@ def test_forms_of_a_right_number_count_and_the_last_box_decides(hub, tmp_path):
     summary, _ = measure("gsm8k", [other[0], thousands, [*RIGHT, *WRONG], other[1]], tmp_path, *given)
     (problems,) = tmp_path.glob("*/problems.jsonl")
     lines = [json.loads(line) for line in problems.read_text().splitlines()]
-    judged = [dict(zip(line["texts"], line["rewards"])) for line in lines]
+    judged = [dict(zip(line["texts"], line["rewards"], strict=True)) for line in lines]
     assert judged[1] == dict.fromkeys(thousands, 1.0) | {"1.234": 0.0}
     assert judged[2] == dict.fromkeys(RIGHT, 1.0) | dict.fromkeys(WRONG, 0.0)
     assert summary["accuracy"]["value"] == pytest.approx((0 + 4 + 8 + 0) / 56)
-    # pass@2 = 1 - C(n - c, 2) / C(n, 2) with n = 14: 1 - 45/91 for c = 4, 1 - 15/91 for c = 8, 0 for none
+    # pass@2 = 1 - C(n - c, 2) / C(n, 2) with n = 14: 1 - 45/91 for c = 4, 1 - 15/91 for c = 8
     assert summary["pass_at_k"]["2"]["value"] == pytest.approx((46 / 91 + 76 / 91) / 4)
     assert summary["num_failed_episodes"] == 0
 
@@ -210,10 +238,14 @@ def test_a_benchmark_is_not_trained_on_but_can_measure_a_run_on_other_rows(tmp_p
     assert list(tmp_path.iterdir()) == []
     for name, rows in (("train", GSM8K[:2]), ("test", GSM8K[1:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tiny = ["hidden_size=16", "num_heads=2", "num_kv_heads=1", "intermediate_size=16"]
-    given = [f"data={tmp_path / 'train.jsonl'}", f"task.args.heldout_data={tmp_path / 'test.jsonl'}", "threads=1", "dtype=float32"]
+    tiny = ["hidden_size=16", "num_heads=2", "num_kv_heads=1", "intermediate_size=16", "max_positions=512"]
+    made = ["train", "warmup.steps=0", "steps=0", "evaluation.prompts=1", "threads=1", *(f"network.{each}" for each in tiny)]
+    assert CliRunner().invoke(app, [*made, f"output={tmp_path}", "name=made"]).exit_code == 0
+    model = [f"model={tmp_path / 'made' / 'model'}", "threads=1", "dtype=float32"]
+    given = [f"data={tmp_path / 'train.jsonl'}", f"task.args.heldout_data={tmp_path / 'test.jsonl'}"]
     small = ["steps=1", "rollout.prompts=1", "rollout.group_size=2", "rollout.temperature=1", "rollout.max_new_tokens=4"]
-    result = CliRunner().invoke(app, [*train, *given, *small, *(f"network.{each}" for each in tiny)])
+    result = CliRunner().invoke(app, [*train, *model, *given, *small, "rollout.log_every=1"])
     assert result.exit_code == 0, result.output
-    trained = [json.loads(line)["steps"][0]["info"]["row"] for line in (tmp_path / "it" / "rollouts.jsonl").read_text().splitlines()]
-    assert {row["question"] for row in trained} == {GSM8K[0]["question"]}  # the second is in the test split, too
+    lines = [json.loads(line) for line in (tmp_path / "it" / "rollouts.jsonl").read_text().splitlines()]
+    trained = {line["steps"][0]["info"]["row"]["question"] for line in lines}
+    assert trained == {GSM8K[0]["question"]}  # the second is a problem of the test split, too

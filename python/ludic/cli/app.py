@@ -275,6 +275,7 @@ are counted and reported; they do not count as wrong answers.
 **Examples**
 
 - `ludic eval runs/NAME` measures the model of a run on its own task
+- `ludic eval gsm8k model=Qwen/Qwen2.5-0.5B-Instruct` measures a model on a benchmark: gsm8k, math-500, aime-2024, aime-2025, ifeval
 - `ludic eval sort model=path/to/model k=8 temperature=0.7` samples eight answers to each problem
 - `ludic eval addition model=path/to/model temperature=0` uses greedy decoding
 - `ludic eval sort base_url=http://127.0.0.1:8000/v1` queries an OpenAI-compatible server (`model=` chooses one of several models)
@@ -288,7 +289,8 @@ def evaluate(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE | RUN] [KEY=VALUE]...", help="A recipe, a YAML file or a run's folder, and fields to set."
+            metavar="[BENCHMARK | RECIPE | RUN] [KEY=VALUE]...",
+            help="A benchmark, a recipe, a YAML file or a run's folder, and fields to set.",
         ),
     ] = None,
     json_only: JsonOnly = False,

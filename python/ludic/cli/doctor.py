@@ -31,6 +31,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "gguf": (("gguf",), "`ludic convert`: GGUF files as folders in Hugging Face layout"),
     "reasoning-gym": (("reasoning_gym",), "task.kind=reasoning_gym: problems with verifiers"),
     "math": (("math_verify",), "the verifiers `gsm8k` and `math`, by math-verify in processes with a deadline"),
+    "ifeval": (("lm_eval",), "the verifier `ifeval`, by lm-evaluation-harness in processes with a deadline"),
 }
 
 

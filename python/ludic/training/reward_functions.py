@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ludic.envs.dataset_qa_env import prompt_shown
+from ludic.envs.ifeval import IFEvalReward
 from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
 from ludic.event_loop import describe_error, run_in_daemon_thread
@@ -497,8 +498,15 @@ def required_arguments(function: RewardFunction) -> list[str]:
 
 
 MakeReward = Callable[[], Callable[..., Any]]
-VERIFIERS: dict[str, MakeReward] = {"gsm8k": gsm8k_reward, "math": math_reward, "pure_accuracy_math": TaggedMathReward}
+VERIFIERS: dict[str, MakeReward] = {
+    "gsm8k": gsm8k_reward,
+    "ifeval": IFEvalReward,
+    "math": math_reward,
+    "pure_accuracy_math": TaggedMathReward,
+}
 """The built-in ones: 1 for a right answer, 0 for any other."""
+SHARES: dict[str, MakeReward] = {"ifeval_instructions": partial(IFEvalReward, by_instruction=True)}
+"""Built-in ones whose reward may be between 0 and 1."""
 CODE_REWARDS = {"code": False, "code_partial": True}
 """Names for `reward` that are a task of their own, which runs programs -> whether some of the tests
 earn a part of the reward."""
@@ -518,7 +526,7 @@ def register_reward(name: str, make: MakeReward | None = None, *, replace: bool 
     """
     if not name or ":" in name or not name.isprintable():
         raise ConfigError(f"the name of a reward ({name!r}) must be text without `:`, which separates a module from a function")
-    if name in VERIFIERS or (name in _OWN and not replace):
+    if name in {**VERIFIERS, **SHARES} or (name in _OWN and not replace):
         raise ConfigError(f"there is a reward {name!r} already; register yours under another name")
 
     def register(made: MakeReward) -> MakeReward:
@@ -532,10 +540,10 @@ def register_reward(name: str, make: MakeReward | None = None, *, replace: bool 
 
 def reward_names() -> list[str]:
     """All names, sorted."""
-    return sorted({*VERIFIERS, *_OWN, *_GIVEN.now})
+    return sorted({*VERIFIERS, *SHARES, *_OWN, *_GIVEN.now})
 
 
 def make_reward(name: str) -> Callable[..., Any]:
     """The reward function of that name. Raises KeyError for an unknown one."""
     given = _GIVEN.now
-    return given[name] if name in given else (_OWN[name] if name in _OWN else VERIFIERS[name])()
+    return given[name] if name in given else {**VERIFIERS, **SHARES, **_OWN}[name]()
