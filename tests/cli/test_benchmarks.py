@@ -58,11 +58,22 @@ AIME_2025 = [
     {"problem": "Find $35 \\cdot 2$.", "answer": "70", "id": "0"},
     {"problem": "Find $500 + 88$.", "answer": "588", "id": "1"},
 ]
+NO_COMMA, TITLE = "punctuation:no_comma", "detectable_format:title"
+IFEVAL = [
+    {"key": 1000, "prompt": "Greet me without a comma.", "instruction_id_list": [NO_COMMA], "kwargs": [{"num_words": None}]},
+    {
+        "key": 1001,
+        "prompt": "Write a poem with a title in double angular brackets, and no comma.",
+        "instruction_id_list": [TITLE, NO_COMMA],
+        "kwargs": [{"num_words": None}, {"num_words": None}],
+    },
+]
 HUB = {
     "gsm8k": ("openai/gsm8k", "main", "test", GSM8K),
     "math-500": ("HuggingFaceH4/MATH-500", None, "test", MATH),
     "aime-2024": ("HuggingFaceH4/aime_2024", None, "train", AIME_2024),
     "aime-2025": ("math-ai/aime25", None, "test", AIME_2025),
+    "ifeval": ("google/IFEval", None, "train", IFEVAL),
 }
 """Benchmark -> id, configuration, split, rows in place of the hub's."""
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -89,7 +100,7 @@ def hub(monkeypatch):
 def measure(name, answers, tmp_path, *given):
     """The summary of a benchmark, and the requests that the server got. `answers[i]` are those to
     problem i in the order of the requests: texts, or completions."""
-    column = "question" if name == "gsm8k" else "problem"
+    column = {"gsm8k": "question", "ifeval": "prompt"}.get(name, "problem")
     left = {row[column]: list(texts) for row, texts in zip(HUB[name][3], answers, strict=True)}
 
     def answer(body):
@@ -185,7 +196,30 @@ def test_aime_2025_has_the_settings_of_aime_2024(hub, tmp_path):
     assert (first.rollout, first.evaluation, first.reward) == (second.rollout, second.evaluation, second.reward)
 
 
-@pytest.mark.parametrize(("name", "problems"), [("gsm8k", 1319), ("math-500", 500), ("aime-2024", 30), ("aime-2025", 30)])
+class Checker:
+    """In place of the processes of lm-evaluation-harness."""
+
+    async def check_answer(self, answer, row):
+        followed = {NO_COMMA: "," not in answer, TITLE: "<<" in answer}
+        return [followed[name] for name in row["instruction_id_list"]]
+
+
+def test_ifeval_is_strict_by_prompt_and_reports_the_share_of_instructions(hub, tmp_path, monkeypatch):
+    """Of the second prompt one of two instructions is followed: 1/2 of the prompts, and a share of
+    (1 + 1/2) / 2."""
+    monkeypatch.setattr("ludic.envs.ifeval.shared_checker", Checker)
+    summary, bodies = measure("ifeval", [["Hello there"], ["No title and no comma"]], tmp_path)
+    assert summary["accuracy"]["value"] == 1 / 2
+    assert summary["also"]["rewards/ifeval_instructions"]["value"] == 3 / 4
+    assert summary["reward"]["value"] == 1 / 2
+    assert [[message["role"] for message in body["messages"]] for body in bodies] == [["user"]] * 2
+    assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(0.0, 1280)}
+
+
+ALL = [("gsm8k", 1319), ("math-500", 500), ("aime-2024", 30), ("aime-2025", 30), ("ifeval", 541)]
+
+
+@pytest.mark.parametrize(("name", "problems"), ALL)
 def test_a_benchmark_measures_all_its_problems(name, problems):
     recipe, _ = resolve([name])
     assert (recipe.recipe, recipe.evaluation.prompts, recipe.data) == (f"eval-{name}", problems, None)

@@ -73,7 +73,9 @@ def test_a_row_without_arguments_for_each_instruction_is_refused(checker):
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("ludic.envs.ifeval.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"lm-eval is not installed; `pip install 'ludic-rl\[ifeval\]'` installs it"):
+    with pytest.raises(
+        MissingExtraError, match=r"lm-eval\[ifeval\] is not installed; `pip install 'ludic-rl\[ifeval\]'` installs it"
+    ):
         InstructionChecker()
 
 

@@ -34,8 +34,8 @@ class InstructionChecker(LineProcessPool):
         start_timeout_s: float = 300.0,
         command: Sequence[str] | None = None,
     ) -> None:
-        if command is None and find_spec("lm_eval") is None:
-            raise MissingExtraError.for_extra("lm-eval", "ifeval")
+        if command is None and None in map(find_spec, ("lm_eval", "langdetect", "nltk")):
+            raise MissingExtraError.for_extra("lm-eval[ifeval]", "ifeval")
         command = command or [sys.executable, "-P", str(WORKER)]
         super().__init__(command, timeout_s=timeout_s, workers=workers, start_timeout_s=start_timeout_s, name="the checker")
 
