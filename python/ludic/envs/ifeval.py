@@ -23,8 +23,8 @@ WORKER = Path(__file__).with_name("ifeval_worker.py")
 
 
 class InstructionChecker(LineProcessPool):
-    """Asks which instructions an answer follows. `start_timeout_s` includes a download of 4 MB at
-    the first use; `command` replaces the worker by another program with the same protocol."""
+    """Asks which instructions an answer follows. `start_timeout_s` includes a download at the
+    first use; `command` replaces the worker by another program with the same protocol."""
 
     def __init__(
         self,
