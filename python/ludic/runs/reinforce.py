@@ -101,7 +101,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if recipe.data is None and measured is not None:
             raise ConfigError(
                 f"the recipe {recipe.recipe} has no rows to train on: task.args.heldout_data ({measured}) is only measured, by `ludic eval "
-                f"{recipe.recipe}`; give data=FILE or a hub id to train on, and set rollout.temperature=1"
+                f"{recipe.recipe.removeprefix('eval-')}`; give data=FILE or a hub id to train on, and set rollout.temperature=1"
             )
         task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
