@@ -20,12 +20,14 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ludic.models.flops import reported_attention
 from ludic.models.prefix_trees import PREFIX_FLEX, Branches, PrefixIntervals
 from ludic.models.wrappers import unwrap_transformer
 
@@ -52,6 +54,8 @@ class SequenceGroups:
     """(sequences, longest) of each group."""
     scatter: Tensor
     """[S] the place of each token of the row."""
+    pairs: int = 0
+    """Pairs of two tokens of one sequence."""
     windows: set[int] = field(default_factory=set)
     """The windows that layers have requested."""
 
@@ -77,7 +81,12 @@ class SequenceGroups:
             gathered.append(tokens.flatten())
             end += tokens.numel()
         shapes = tuple((len(group), lengths[group[0]]) for group in groups)
-        return cls(torch.cat(gathered).to(device), shapes, places.to(device))
+        return cls(torch.cat(gathered).to(device), shapes, places.to(device), int(sizes.square().sum()))
+
+    @property
+    def padded_pairs(self) -> int:
+        """The same with padding: above 8, and 5 without."""
+        return sum(count * longest**2 for count, longest in self.shapes)
 
     def pad(self, tensor: Tensor) -> list[Tensor]:
         """[1, H, S, D] as one [B, H, T, D] per group."""
@@ -106,6 +115,38 @@ def set_attention(model: nn.Module, name: str) -> None:
         AttentionInterface.register(name, packed_attention)
         AttentionMaskInterface.register(name, sdpa_mask)
     unwrap_transformer(model).config._attn_implementation = name
+
+
+def report_kernel(model: nn.Module) -> None:
+    """Have transformers' flash or flex attention, if `model` uses it, report its size to
+    `models.flops`."""
+    name = get_attention(model) or ""
+    if name in OWN or not ("flash" in name or "flex" in name):
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    kernel = ALL_ATTENTION_FUNCTIONS[name]
+    if hasattr(kernel, "__wrapped__"):
+        return
+
+    @wraps(kernel)
+    def reported(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        bounds = options.get("cu_seq_lens_q")
+        whole = query.shape[0] * query.shape[2] * key.shape[2]
+        with reported_attention(lambda: whole if bounds is None else _count_pairs(bounds), query, key, value):
+            return kernel(module, query, key, value, *args, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register(name, reported)
+
+
+_pairs = WeakIdKeyDictionary()
+
+
+def _count_pairs(bounds: Tensor) -> int:
+    """Pairs of two tokens of one sequence; read from the device once for all layers."""
+    if bounds not in _pairs:
+        _pairs[bounds] = int(bounds.diff().long().square().sum())
+    return int(_pairs[bounds])
 
 
 def make_packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,27 +211,32 @@ def packed_attention(
     if prefix_intervals is not None:
         dtype = _find_compute_dtype(query)
         cast = (tensor.to(dtype) for tensor in (query, key, value))
-        return prefix_intervals.attend(*cast, window=sliding_window, **options), None
+        with reported_attention(lambda: prefix_intervals.count_pairs(sliding_window), query, key, value):
+            return prefix_intervals.attend(*cast, window=sliding_window, **options), None
     if prefix_branches is not None:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             part: Tensor = sdpa_attention_forward(module, q, k, v, mask, **options)[0]
             return part
 
-        return prefix_branches.attend(attend, query, key, value, sliding_window, _find_compute_dtype(query)), None
+        with reported_attention(prefix_branches.count_pairs, query, key, value):
+            return prefix_branches.attend(attend, query, key, value, sliding_window, _find_compute_dtype(query)), None
     if sequence_groups is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
         return attended, None
     if sliding_window is not None:
         sequence_groups.windows.add(sliding_window)
     if _has_kernel(query, value, options):
-        return _attend_varlen(query, key, value, sliding_window, options), None
+        with reported_attention(lambda: sequence_groups.pairs, query, key, value):
+            return _attend_varlen(query, key, value, sliding_window, options), None
     parts = zip(*(sequence_groups.pad(tensor) for tensor in (query, key, value)), strict=True)
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
     rest = {name: option for name, option in options.items() if name not in bounds}
-    return sequence_groups.join(
-        [sdpa_attention_forward(module, q, k, v, _make_window(q, sliding_window), **rest)[0] for q, k, v in parts]
-    ), None
+    with reported_attention(lambda: sequence_groups.padded_pairs, query, key, value):
+        attended_parts = [
+            sdpa_attention_forward(module, q, k, v, _make_window(q, sliding_window), **rest)[0] for q, k, v in parts
+        ]
+    return sequence_groups.join(attended_parts), None
 
 
 def _make_window(query: Tensor, size: int | None) -> Tensor | None:

@@ -106,6 +106,10 @@ class Branches:
         positions = np.append(np.arange(size) - np.repeat(begins - shared, own), 0)
         return cls(groups, *(torch.from_numpy(array).to(device) for array in (scatter, ends, positions)))
 
+    def count_pairs(self) -> int:
+        """Queries times keys of all groups, padding included."""
+        return sum(group.queries.numel() * group.keys.shape[1] for group in self.groups)
+
     def attend(
         self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, window: int | None, dtype: torch.dtype
     ) -> Tensor:
@@ -270,6 +274,10 @@ class PrefixIntervals:
         self._positions = np.concatenate([positions, np.zeros_like(alone)])
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}
+
+    def count_pairs(self, window: int | None) -> int:
+        """Queries times keys of the blocks that are computed."""
+        return int(self._find_blocks(window)[0].sum()) * BLOCK**2
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None, **options: Any) -> Tensor:
         """[1, U, H, D] from `query` [1, H, U, D] and `key`, `value` [1, H_kv, U, D]. `window`: the

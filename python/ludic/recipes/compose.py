@@ -54,7 +54,18 @@ _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files,
 _BUILTIN = files("ludic.recipes") / "builtin"
 COMMANDS = ("train", "sft", "dpo", "train-rm")
 """Commands that have built-in recipes."""
-_NO_RESULTS = ("name", "output", "report_to", "report_args", "report_header", "report_aliases", "ranks", "place", "callbacks")
+_NO_RESULTS = (
+    "name",
+    "output",
+    "report_to",
+    "report_args",
+    "report_header",
+    "report_aliases",
+    "ranks",
+    "place",
+    "callbacks",
+    "profile",
+)
 """Settings that change no result."""
 
 

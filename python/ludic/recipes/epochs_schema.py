@@ -19,7 +19,15 @@ from ludic.recipes.overrides import Override, parse_flags
 from ludic.recipes.processes import RanksSection, TrainersSection, check_place
 from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import CommonSettings, LoraSection, NetworkSection, TaskSection, make_trainer_section
-from ludic.recipes.sections import CallbacksSection, CheckpointSection, QuantizationSection, ShardingSection, check_checkpoints
+from ludic.recipes.sections import (
+    CallbacksSection,
+    CheckpointSection,
+    ProfileSection,
+    QuantizationSection,
+    ShardingSection,
+    check_checkpoints,
+    parse_steps,
+)
 from ludic.training.rm_config import DPOTrainerConfig, RMTrainerConfig
 from ludic.training.samples.conversations import ASSISTANT_TURNS
 
@@ -55,6 +63,7 @@ class EpochsRecipe(CommonSettings):
     """Fields of the trainer's config."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     callbacks: CallbacksSection = field(default_factory=CallbacksSection)
+    profile: ProfileSection = field(default_factory=ProfileSection)
     place: TrainersSection = field(default_factory=TrainersSection)
     ranks: RanksSection = field(default_factory=RanksSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
@@ -76,6 +85,7 @@ def compose_epochs(recipe: type[R], arguments: Sequence[str | Override], *, comm
     resolved = cast(R, resolve_layers(tree, _read_layers(command, source, overrides), overrides))
     check_settings(resolved)
     check_checkpoints(resolved.checkpoint)
+    parse_steps(resolved.profile)
     check_place(resolved.place)
     return resolved
 

@@ -21,6 +21,7 @@ from ludic.recipes.sections import (
     CheckpointSection,
     ControllersSection,
     InfoSeedSection,
+    ProfileSection,
     QuantizationSection,
     ReferenceSection,
     RLCallbacksSection,
@@ -303,6 +304,7 @@ class Recipe(CommonSettings):
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     callbacks: RLCallbacksSection = field(default_factory=RLCallbacksSection)
+    profile: ProfileSection = field(default_factory=ProfileSection)
     ranks: RanksSection = field(default_factory=RanksSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
 

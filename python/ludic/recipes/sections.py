@@ -1,9 +1,10 @@
 """Sections of settings that the commands have in common: sharding, quantisation, checkpoints,
-callbacks; and sections of `ludic train`: the reference, InfoSeed, controllers.
+callbacks, profile; and sections of `ludic train`: the reference, InfoSeed, controllers.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Optional
@@ -140,6 +141,31 @@ class RLCallbacksSection(CallbacksSection):
     rollouts.jsonl has them in any case."""
     completions: int = 5
     """Rows of that table, from the best reward to the worst."""
+
+
+@dataclass
+class ProfileSection:
+    """A trace of some steps: operations of the CPU and the GPU, under the names of the phases."""
+
+    steps: Optional[str] = None  # noqa: UP045
+    """`10`, or `10-12` with both ends: the trace of these steps is written into the run's folder
+    `profile`, one file for each rank, which https://ui.perfetto.dev opens. Of a run with a warm-up,
+    the steps after it. Null: none."""
+
+
+def parse_steps(section: ProfileSection) -> tuple[int, int] | None:
+    """First and last step, both included: `10-12` is (10, 12), `10` is (10, 10). None without
+    steps. Raises ConfigError for anything else."""
+    if section.steps is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,12})(?:-([0-9]{1,12}))?", section.steps)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"profile.steps ({section.steps}) must be a step or a range of steps from 1 on, the first no later than the last; "
+            "write 10, or 10-12 for three steps"
+        )
+    return first, last
 
 
 @dataclass

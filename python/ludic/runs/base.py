@@ -20,6 +20,7 @@ from ludic.recipes.build import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.model import add_adapters, is_shared_out, recomputes_activations
 from ludic.recipes.schema import Recipe
+from ludic.recipes.sections import parse_steps
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.loggers import Screen, run_logger
 from ludic.runs.model_card import try_card
@@ -32,6 +33,7 @@ from ludic.training.callbacks import Callback
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loggers import TrainingLogger
+from ludic.training.loop.profiler import Profiler
 from ludic.training.loop.schedule import depends_on_total
 from ludic.training.loop.step_record import PhaseTimer
 from ludic.training.rng import reseed_for_rank, seed_phase
@@ -199,6 +201,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             checkpointer=manager,
             resume_from=ranks.ask_rank_0("finding the newest checkpoint", lambda: find_latest_checkpoint(manager)),
             callbacks=own,
+            profiler=self._make_profiler(phase),
             **options,
         )
         self.trainer = trainer
@@ -208,6 +211,15 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         if not self.directory.is_follower:
             rewind_logs(self.directory, phase, trainer, note=self.screen.note)
         return trainer
+
+    def _make_profiler(self, phase: str) -> Profiler | None:
+        """The profiler of the last phase that the run has."""
+        steps, recipe = parse_steps(self.recipe.profile), self.recipe
+        is_last = phase == self.directory.last_phase or (isinstance(recipe, Recipe) and not recipe.steps)
+        if steps is None or not is_last:
+            return None
+        first, last = steps
+        return Profiler(first, last, folder=self.directory.profile, note=self.screen.note)
 
     def evaluator(self, inner: Evaluator | None) -> Evaluator | None:
         """`inner`, which measures `parts.model`; while that is shared out, it gets the trained

@@ -108,6 +108,7 @@ class RunDirectory:
         self.ranks = path / "ranks"  # with several ranks only: the output of those that do not lead
         self.policy = path / "policy"  # with actors only: what they sample with
         self.servers = path / "servers"  # with place.servers only: their addresses
+        self.profile = path / "profile"  # with profile.steps only
         self.pushed = path / "pushed"  # weights that servers read
         self._progress = path / "progress.json"
         self._lock: RunLock | None = None

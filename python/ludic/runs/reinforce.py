@@ -19,7 +19,7 @@ from ludic.recipes.compose import config_hash
 from ludic.recipes.model import add_adapters, build_policy, check_adapters, has_no_weights
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
-from ludic.recipes.sections import build_info_seed, check_checkpoints
+from ludic.recipes.sections import build_info_seed, check_checkpoints, parse_steps
 from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
@@ -93,6 +93,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
     @classmethod
     def build(cls, recipe: Recipe, note: Callable[[str], None]) -> RLParts:
         check_checkpoints(recipe.checkpoint)
+        parse_steps(recipe.profile)
         check_actors(recipe)
         check_over_sampling(recipe)
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)

@@ -143,6 +143,9 @@ class TrainerConfig:
     all ranks."""
     profile_memory: bool = False
     """Log peak memory of forward and backward passes (CUDA)."""
+    peak_tflops: float | None = None
+    """Peak of one device in 10^12 FLOPs per second, for `perf/mfu`. None means the vendor's, if the
+    device is known (`training.hardware`)."""
     log_every: int = 1
     """Compute and log statistics every this many steps."""
     pad_token_id: int = 0
@@ -261,6 +264,9 @@ class TrainerConfig:
         _require(is_valid, "betas", self.betas, "be two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "be > 0; None turns clipping off")
+        if self.peak_tflops is not None:
+            is_valid = _is_finite(self.peak_tflops) and self.peak_tflops > 0
+            _require(is_valid, "peak_tflops", self.peak_tflops, "be a number > 0, such as 989 for an H100; None looks it up")
         is_valid = _is_finite(self.temperature) and self.temperature > 0
         _require(is_valid, "temperature", self.temperature, "be a finite number > 0; 1 leaves the policy unchanged")
         is_known = self.mixed_precision_dtype in (None, "bf16")

@@ -1,4 +1,4 @@
-"""Detects the GPU's architecture and selects the attention implementation for it."""
+"""The GPU: its architecture, the attention implementation for it, its peak in FLOPs per second."""
 
 from __future__ import annotations
 
@@ -25,6 +25,45 @@ GPU_ARCHITECTURES: dict[tuple[int, int], str] = {
 }
 """Compute capability to architecture."""
 
+PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
+    "GB300": (2500, 1250, 80),
+    "GB200": (2500, 1250, 80),
+    "B300": (2250, 1125, 75),
+    "B200": (2250, 1125, 75),
+    "GH200": (989.4, 494.7, 67),
+    "H200 NVL": (835.5, 417.5, 60),
+    "H200": (989.4, 494.7, 67),
+    "H100 NVL": (835.5, 417.5, 60),
+    "H100 PCIe": (756, 378, 51),
+    "H100": (989.4, 494.7, 67),
+    "H800 PCIe": (756, 378, 51),
+    "H800": (989.4, 494.7, 67),
+    "H20": (148, 74, 44),
+    "A100": (312, 156, 19.5),
+    "A800": (312, 156, 19.5),
+    "A40": (149.7, 74.8, 37.4),
+    "A30": (165, 82, 10.3),
+    "A10G": (70, 35, 35),
+    "A10": (125, 62.5, 31.2),
+    "L40S": (362.05, 183, 91.6),
+    "L40": (181.05, 90.5, 90.5),
+    "L4": (121, 60, 30.3),
+    "RTX A6000": (154.8, 77.4, 38.7),
+    "RTX 6000 Ada": (364.2, 182.1, 91.1),
+    "RTX 5090": (209.5, 104.8, 104.8),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71, 35.6, 35.6),
+    "MI300X": (1307.4, 653.7, 163.4),
+    "MI325X": (1307.4, 653.7, 163.4),
+    "MI350X": (2306.9, 1153.5, 144.2),
+    "MI355X": (2516.6, 1258.3, 157.3),
+}
+"""Peaks of a device in 10^12 FLOPs per second without sparsity, by words of its name: of bfloat16
+and float16, of TF32, and of float32. From the data sheets and architecture papers of NVIDIA and
+AMD, which give most peaks with sparsity: twice as much. GeForce: with float32 sums."""
+OTHER_CHIPS = frozenset({"MIG", "Laptop", "Max-Q", "D"})
+"""Words in the names of slower variants, and of parts of a GPU, whose peaks are not known here."""
+
 FLASH_2 = frozenset({"ampere", "ada", "hopper"})
 FLASH_3 = frozenset({"hopper"})
 
@@ -40,6 +79,25 @@ def detect_gpu_architecture() -> str | None:
     if capability < (8, 0):
         return "older"
     return GPU_ARCHITECTURES[max(listed for listed in GPU_ARCHITECTURES if listed <= capability)]
+
+
+def find_peak_tflops(device: torch.device | str, dtype: torch.dtype) -> float | None:
+    """The peak of a device that computes in `dtype`, in 10^12 FLOPs per second; None if it is not
+    in `PEAK_TFLOPS`. Float32 is TF32 where torch may round products to that."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return peak_of(torch.cuda.get_device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+
+
+def peak_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+    """`find_peak_tflops` of a device of this name, such as `NVIDIA A100-SXM4-80GB`."""
+    words = {*name.split(), *(word.partition("-")[0] for word in name.split())}
+    found = [peaks for chip, peaks in PEAK_TFLOPS.items() if words >= set(chip.split())]
+    if not found or words & OTHER_CHIPS or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    half, rounded, single = found[0]
+    return half if dtype != torch.float32 else rounded if tf32 else single
 
 
 def get_cuda_version() -> tuple[int, int] | None:

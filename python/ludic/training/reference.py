@@ -31,6 +31,7 @@ from ludic.errors import CheckpointError, ConfigError, DataError, shorten_names
 from ludic.event_loop import TrainFuture, await_if_needed
 from ludic.files.atomic import name_aside
 from ludic.files.manifest import HASH
+from ludic.models.flops import FlopCounter
 from ludic.models.loading import load_model
 from ludic.models.sharding import is_sharded
 from ludic.models.tensor_files import StoredTensors
@@ -89,6 +90,8 @@ class FrozenModel:
         model.requires_grad_(requires_grad=False)
         self.model = model.eval().to(cfg.model_device)
         self._passes = ModelPasses(self.model, cfg)
+        self.flops = self._passes.flops
+        """Counts the FLOPs of its passes."""
 
     @property
     def computes_trees(self) -> bool:
@@ -147,6 +150,11 @@ class CachedReference:
     @property
     def computes_trees(self) -> bool:
         return computes_trees(self.inner)
+
+    @property
+    def flops(self) -> FlopCounter | None:
+        """The counter of `inner`."""
+        return getattr(self.inner, "flops", None)
 
     async def logps(self, micro_batch: MicroBatch) -> Tensor:
         tensors = micro_batch.tensors

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,10 @@ from ludic.training.evaluators.protocol import Evaluator, eval_key, runs_on_all_
 from ludic.training.loggers.base import TrainingLogger, sync_log
 from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import BestWeights, EarlyStopping
+from ludic.training.loop.profiler import Profiler
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
+from ludic.training.loop.speed import TRAINING_PHASES, Speed
 from ludic.training.loop.staleness import BatchFetcher, drop_stale
 from ludic.training.loop.state import SOURCE, TrainerState, add_ranks, restore_of_this_rank
 from ludic.training.loop.step_record import PhaseTimer, RankTimes, StepRecord, TimeLeft, TokenLog
@@ -73,11 +76,12 @@ class Trainer(TrainerState):
     whether trainer and sampler agree, and raises if not. `reference` is for algorithms that read
     one (`training.reference`). None means the model without its adapters. `controllers` set
     coefficients of the algorithm after each step; `callbacks` are called on the way; `token_log`
-    gets the log-probabilities of some batches. `total_training_steps`: length of the learning-rate
-    schedule. None means `num_steps` of the first `train`. `should_stop` is called before each batch
-    is requested; if it returns true, StopRequested is raised. With several ranks, the source must
-    return different samples on each rank (`shards_across_ranks`), and gets the stop
-    (`SharedBatches(stop=...)`), so that it is the same on all.
+    gets the log-probabilities of some batches, and `profiler` records some steps.
+    `total_training_steps`: length of the learning-rate schedule. None means `num_steps` of the
+    first `train`. `should_stop` is called before each batch is requested; if it returns true,
+    StopRequested is raised. With several ranks, the source must return different samples on each
+    rank (`shards_across_ranks`), and gets the stop (`SharedBatches(stop=...)`), so that it is the
+    same on all.
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
@@ -107,13 +111,14 @@ class Trainer(TrainerState):
         controllers: Sequence[Controller] = (),
         callbacks: Sequence[Callback] = (),
         token_log: TokenLog | None = None,
+        profiler: Profiler | None = None,
         should_stop: Callable[[], object] | None = None,
     ) -> None:
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
-        self.preflight, self.token_log, self.should_stop = preflight, token_log, should_stop
+        self.preflight, self.token_log, self.profiler, self.should_stop = preflight, token_log, profiler, should_stop
         check_setup(self.cfg, self.reducers, publisher, evaluator, batch_source)
         if resume_from is not None and not (checkpointer or checkpoint_config):
             raise ConfigError(f"resume_from ({resume_from}) needs a checkpointer; pass checkpointer= or checkpoint_config=")
@@ -187,7 +192,9 @@ class Trainer(TrainerState):
         self._time_left.begin(self._step, last)
         if not self.early_stopping.stopped:
             self._undo_restore_best()
-        async with self.callbacks.until_end(last):
+        if self.profiler is not None:
+            self.profiler.check_range(self._step, last)
+        async with self._profiled(), self.callbacks.until_end(last):
             while not await self._is_over(eval_log_fn) and (last is None or self._step < last):
                 try:
                     stats = await self.train_step()
@@ -198,6 +205,15 @@ class Trainer(TrainerState):
                     raise
                 if log_fn is not None and self._step % log_every == 0:
                     await await_if_needed(log_fn(stats))
+
+    @asynccontextmanager
+    async def _profiled(self) -> AsyncIterator[None]:
+        """Writes the trace of a run that ends before the range of its profiler."""
+        try:
+            yield
+        finally:
+            if self.profiler is not None:
+                self.profiler.close()
 
     async def _is_over(self, log_fn: LogFn | None) -> bool:
         """Whether early stopping or a callback ends the run. A due evaluation comes first, also of
@@ -259,6 +275,10 @@ class Trainer(TrainerState):
     async def train_step(self) -> Stats:
         """Train on one macro-batch, in one or more optimizer steps. Returns its statistics, with
         prefixed keys."""
+        with nullcontext() if self.profiler is None else self.profiler.step(self._step + 1):
+            return await self._train_step()
+
+    async def _train_step(self) -> Stats:
         # 1. Publish the weights, if the sampler lacks them: after a resume.
         timer = PhaseTimer()
         if self._checkpoint_s:
@@ -273,6 +293,7 @@ class Trainer(TrainerState):
         await self._check_sampler(macro)
 
         # 3. Score and weigh all its samples, before they are divided.
+        speed = Speed(self)
         with timer.phase("forward_backward"):
             prepared = await prepare(self, macro, batch.meta[BATCH_NUMBER])
         macro = prepared.macro
@@ -294,7 +315,7 @@ class Trainer(TrainerState):
             await self.publish(timer)
 
         # 6. Log the step, then save: no step may be in a checkpoint and not in the log.
-        stats = self._log_step(record, prepared)
+        stats = self._log_step(record, prepared, speed)
         await self.callbacks.notify("on_step", stats=stats, batch=batch)
         if self.checkpointer is not None and (self.callbacks.take_save_request() | self.checkpointer.should_save(self._step)):
             started = time.perf_counter()
@@ -451,7 +472,7 @@ class Trainer(TrainerState):
             self.token_log.load_state_dict(metadata["token_log"])
         restore_of_this_rank(self.source, metadata)
 
-    def _log_step(self, record: StepRecord, prepared: Prepared) -> Stats:
+    def _log_step(self, record: StepRecord, prepared: Prepared, speed: Speed) -> Stats:
         """Log the step that was just taken if it is due; returns what was logged, or only its
         number. Controllers see every step. All ranks call it."""
         step, device = self._step, self.cfg.model_device
@@ -464,6 +485,12 @@ class Trainer(TrainerState):
         if not is_logged:
             return {"train/step": float(step)}
         times = self._rank_times.compare(record.timer.seconds("forward_backward"), device)
+        tokens = stats["perf/real_tokens"] + stats["perf/shared_tokens"]
+        times |= speed.stats(
+            training_s=sum(map(record.timer.seconds, TRAINING_PHASES)),
+            tokens=tokens if record.macro.share is None else tokens / ranks.world_size(),
+            step_s=stats["perf/step_s"],
+        )
         left = self._time_left.after(step)
         times |= {} if left is None else {"perf/time_left_s": left}
         grouped = prefix_keys({"train_step": float(step), **stats, **times})

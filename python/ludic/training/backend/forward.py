@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.event_loop import TrainFuture
 from ludic.inference.local.sampler import nucleus
+from ludic.models.flops import FlopCounter
 from ludic.models.lora import adapters_off
 from ludic.models.output_layer import OutputLayer
-from ludic.models.packed_attention import pin_rope
-from ludic.models.prefix_trees import PREFIX_TREES
+from ludic.models.packed_attention import pin_rope, report_kernel
+from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.models.sharding import gather_tensor, unshard
 from ludic.models.wrappers import evaluation_mode, unwrap_model
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss, forward_logits
@@ -65,7 +66,9 @@ class ModelPasses:
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig) -> None:
         self.model, self.cfg = model, cfg
+        self.flops = FlopCounter(model)
         pin_rope(model, cfg.max_seq_len)
+        report_kernel(model)
 
     @cached_property
     def skips_logits(self) -> bool:
@@ -76,6 +79,15 @@ class ModelPasses:
     def computes_trees(self) -> bool:
         """Whether micro-batches may be rows of prefix trees. All ranks read it."""
         return can_compute_trees(self.model, self.cfg)
+
+    def counting(self, batch: MicroBatch, *kind: Hashable, backward: bool = False) -> AbstractContextManager[None]:
+        """A context for one pass over `batch`, whose FLOPs it adds to `flops`."""
+        trees: PrefixTrees | None = batch.tensors.get(PREFIX_TREES)
+        ids = batch.tensors["input_ids"] if trees is None else trees.input_ids
+        layout = (trees is None, "cu_seqlens" in batch.tensors)
+        return self.flops.counting(
+            (backward, *layout, *kind), tokens=ids.numel(), pairs=ids.numel() * ids.shape[1], backward=backward
+        )
 
     def _run(self, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
         """The future of an operation, which is computed now. A subclass may compute it later."""
@@ -98,7 +110,8 @@ class ModelPasses:
     ) -> Tensor:
         skips = top_p >= 1.0 and self.skips_logits  # decided with the adapters on, whichever call is first
         without = nullcontext() if adapters else adapters_off(self.model)
-        with without, evaluation_mode(self.model), autocast(self.cfg):
+        counting = self.counting(batch, "logprobs", skips, adapters)
+        with without, evaluation_mode(self.model), autocast(self.cfg), counting:
             divisor = self.cfg.temperature if temperature is None else temperature
             if top_p >= 1.0:
                 reads = ReadsActions() if actions_only or PREFIX_TREES in batch.tensors else Loss()
@@ -115,7 +128,7 @@ class ModelPasses:
     def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
         @torch.no_grad()
         def compute() -> Tensor:
-            with evaluation_mode(self.model), autocast(self.cfg):
+            with evaluation_mode(self.model), autocast(self.cfg), self.counting(batch, "scores", score_type):
                 chunked = score_type == "logprob" and self.skips_logits
                 reads = ReadsActions() if chunked or PREFIX_TREES in batch.tensors else Loss()
                 scored = forward_for_loss(self.model, batch.tensors, reads, chunked_logits=chunked)

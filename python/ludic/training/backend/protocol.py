@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.event_loop import TrainFuture
+from ludic.models.flops import FlopCounter
 from ludic.models.published import ParamFilter
 from ludic.training.backend.weight_stream import WeightStream
 from ludic.training.batching.mini_batches import MiniBatch
@@ -113,6 +114,11 @@ class BackendBase:
     """The model, if it is in this process."""
     optimizer: torch.optim.Optimizer | None = None
     """Its optimizer."""
+
+    @property
+    def flop_counter(self) -> FlopCounter | None:
+        """Counts the FLOPs of its passes, if the model is in this process."""
+        return None
 
     @property
     def has_worker(self) -> bool:

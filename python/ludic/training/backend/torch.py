@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from ludic.errors import ConfigError, NonFiniteError
 from ludic.event_loop import TrainFuture
 from ludic.models.adapters import check_frozen
+from ludic.models.flops import FlopCounter
 from ludic.models.heads import find_head_parts, is_in_module
 from ludic.models.names import HEAD_NAMES
 from ludic.models.packed_attention import pin_rope
@@ -136,6 +138,10 @@ class TorchBackend(ModelPasses, BackendBase):
         return reason is None and self.computes_trees
 
     @property
+    def flop_counter(self) -> FlopCounter:
+        return self.flops
+
+    @property
     def has_worker(self) -> bool:
         return self._worker is not None
 
@@ -196,9 +202,10 @@ class TorchBackend(ModelPasses, BackendBase):
         with preserved_rng(), autocast(self.cfg):
             for micro_batch in batch:
                 chunked, temperature = self._chunked_logits, self.cfg.temperature
-                logits, tensors = forward_for_loss(
-                    self.model, micro_batch.tensors, loss, chunked_logits=chunked, temperature=temperature
-                )
+                with self.counting(micro_batch, "first", chunked):
+                    logits, tensors = forward_for_loss(
+                        self.model, micro_batch.tensors, loss, chunked_logits=chunked, temperature=temperature
+                    )
                 if loss.reads_shared_only and temperature != 1.0:
                     logits = logits / temperature  # the policy's; `token_scores`, if there are any, have it already
                 parts = loss.first_pass(logits, tensors)
@@ -221,14 +228,16 @@ class TorchBackend(ModelPasses, BackendBase):
         if self._chunked_logits:
             policy["chunked_logits"] = True
         profile = MemoryProfile.start(self.cfg)
-        with autocast(self.cfg):
+        counting = self.counting(micro_batch, "loss", self._chunked_logits, backward=True)
+        with autocast(self.cfg), counting, record_function("ludic.forward"):
             loss, stats = self.algo.compute_loss(
                 self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals, **policy
             )
         if type(self.algo).compute_loss is not RLAlgorithm.compute_loss:
             stats = with_reported_loss(loss, stats)
         profile.after_forward()
-        (loss * self._gradient_scale).backward()
+        with record_function("ludic.backward"):
+            (loss * self._gradient_scale).backward()
         return loss.detach().float(), {**stats, **profile.after_backward()}
 
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:

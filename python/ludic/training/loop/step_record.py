@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ludic.columns import mean_or_zero
 from ludic.files.jsonl import append_jsonl, measure_log, truncate_log
@@ -204,7 +205,8 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with record_function(f"ludic.{name}"):
+                yield
         finally:
             self.add(name, time.perf_counter() - started)
 

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ludic.models.flops import reported_products
 from ludic.models.output_layer import OutputLayer, Products, VocabularyShard
 from ludic.training.loss.logprobs import LogitsUse, select_logp_and_entropy, selective_log_softmax
 
@@ -162,7 +163,8 @@ def compute_scores(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     rule = _Rule(layer.scale, layer.cap, temperature, with_entropy, dtype, products.shard)
     index_N = index_N - products.columns.start
-    both: tuple[Tensor, Tensor] = _Scores.apply(rule, index_N, products.bias, *products.inputs, *products.weights)
+    with reported_products(products.inputs, products.weights):
+        both: tuple[Tensor, Tensor] = _Scores.apply(rule, index_N, products.bias, *products.inputs, *products.weights)
     return both
 
 
