@@ -1,6 +1,7 @@
 """Sampling, scoring, memory, adapters, checkpoints and whole runs on a GPU."""
 
 import asyncio
+import gzip
 import json
 import random
 
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.inference import LocalChatClient, SamplingParams
 from ludic.models.output_layer import OutputLayer
-from ludic.training import CheckpointConfig, LoraSettings, Trainer, apply_lora, collate_saw_items, make_grpo
+from ludic.training import CheckpointConfig, LoraSettings, Profiler, Trainer, apply_lora, collate_saw_items, make_grpo
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.memory import MIB
 from ludic.training.backend.torch import TorchBackend
@@ -233,3 +234,22 @@ def test_logits_of_trees_on_a_gpu_are_finite_everywhere():
     batch = collate_saw_items(branching_items((4, 3), 1), pad_token_id=0, device="cuda")
     with torch.no_grad():
         assert forward_logits(model, batch).isfinite().all()
+
+
+def test_a_step_on_a_gpu_logs_its_utilization(tmp_path):
+    """No GPU exceeds its peak, and the second step, which is calculated, equals the first."""
+    model = tiny_model(hidden_size=512, intermediate_size=2048).to(torch.bfloat16)
+    cfg = cpu_config(model_device="cuda", micro_token_budget=4096, packing="padding_free", peak_tflops=989.4)
+    profiler = Profiler(2, 2, folder=tmp_path)
+    trainer = Trainer(
+        model=model, algo=make_grpo(group_size=4), batch_source=ListSource(sorting_items(64)), cfg=cfg, profiler=profiler
+    )
+    first, second = (trainer.train_step_sync() for _ in range(2))
+    assert 0 < second["perf/mfu"] < 1
+    assert second["perf/mfu"] == pytest.approx(second["perf/tflops"] / 989.4)
+    work = [stats["perf/tflops"] * (stats["perf/forward_backward_s"] + stats["perf/optimizer_s"]) for stats in (first, second)]
+    assert work[0] == pytest.approx(work[1], rel=0.01)  # the same batch: measured, then calculated
+    with gzip.open(profiler.files[0], "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert any(event.get("name") == "ludic.backward" for event in events)

@@ -81,6 +81,7 @@ from ludic.training.loggers import (
     TrainingLogger as TrainingLogger,
     WandbLogger as WandbLogger,
 )
+from ludic.training.loop.profiler import Profiler as Profiler
 from ludic.training.loop.schedule import LearningRateSchedule as LearningRateSchedule
 from ludic.training.loss import (
     BatchTotals as BatchTotals,
