@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.agents.calculator import calculate
-from ludic.agents.tool_settings import check_tool
+from ludic.agents.tool_agent import check_tool
 from ludic.errors import DataError
 
 WHOLE = st.integers(-(10**6), 10**6)

@@ -196,7 +196,11 @@ def test_rewards_can_be_a_name_a_list_or_names_with_weights(reward, weights, nam
     ("reward", "weights", "message"),
     [
         ("gms8k", None, r"reward \(gms8k\) must be .*; did you mean gsm8k\?"),
-        ("exact", None, r"\(exact\) must be module:function or one of code, code_partial, gsm8k, ifeval, ifeval_instructions, math, pure_"),
+        (
+            "exact",
+            None,
+            r"\(exact\) must be module:function or one of code, code_partial, gsm8k, ifeval, ifeval_instructions, math, pure_",
+        ),
         (["code", "math"], None, r"reward \(code\) runs programs and must be the only"),
         (f"{__name__}:NUMBER", None, r"is int, not a function"),
         (f"{__name__}:Judge", None, r"is a class, not a function"),

@@ -174,7 +174,9 @@ def open_arrow(name: str, source: str, config: str | None, split: str, *, stream
         return datasets.load_dataset(source, config, split=split, streaming=streaming)
     except Exception as error:  # its exceptions have no common base
         remedy = "; without a connection, name a file or a folder that has the rows" if isinstance(error, ConnectionError) else ""
-        raise DataError(f"cannot load {name} (config {config}, split {split}): {type(error).__name__}: {error}{remedy}") from error
+        raise DataError(
+            f"cannot load {name} (config {config}, split {split}): {type(error).__name__}: {error}{remedy}"
+        ) from error
 
 
 def _number_rows(name: str, rows: list[Row], drawn: Sequence[int]) -> Table:
