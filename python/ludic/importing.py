@@ -38,6 +38,7 @@ MOVED = {
     "ludic.inference.vllm_server": "ludic.inference.vllm.in_server.server",
     "ludic.inference.vllm_utils": "ludic.inference.vllm.launch",
     "ludic.interaction.info": "ludic.interaction.base",
+    "ludic.interaction.single_agent": "ludic.interaction.base",
     "ludic.interaction.step_collector": "ludic.interaction.multi_agent",
     "ludic.models.skeleton": "ludic.models.sharded_loading",
     "ludic.recipes.run_header": "ludic.runs.loggers",

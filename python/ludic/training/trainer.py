@@ -41,10 +41,9 @@ from ludic.training.evaluators.protocol import Evaluator, eval_key, runs_on_all_
 from ludic.training.loggers.base import TrainingLogger, sync_log
 from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import BestWeights, EarlyStopping
-from ludic.training.loop.profiler import Profiler
+from ludic.training.loop.profiler import TRAINING_PHASES, Profiler, Speed
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
-from ludic.training.loop.speed import TRAINING_PHASES, Speed
 from ludic.training.loop.staleness import BatchFetcher, drop_stale
 from ludic.training.loop.state import SOURCE, TrainerState, add_ranks, restore_of_this_rank
 from ludic.training.loop.step_record import PhaseTimer, RankTimes, StepRecord, TimeLeft, TokenLog

@@ -13,8 +13,8 @@ from ludic.inference.prompts.tokens import Dialogue, PromptEncoder, PromptTokens
 from ludic.models.byte_tokenizer import EOS_ID, make_byte_tokenizer
 from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.tasks.digits import Addition
+from ludic.training.samples.conversations import tokenize_prompt_completion
 from ludic.training.samples.preference import PreferenceItems
-from ludic.training.samples.text import tokenize_prompt_completion
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 DEAF = "{% for message in messages %}{{ message.content }};{% endfor %}"

@@ -6,8 +6,8 @@ from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import ConfigError
 from ludic.training import FrozenModel, Trainer, make_grpo
-from ludic.training.loop import speed
-from ludic.training.loop.speed import Speed
+from ludic.training.loop import profiler
+from ludic.training.loop.profiler import Speed
 
 ITEMS = sorting_items(8, seed=1)
 
@@ -59,7 +59,7 @@ def test_sums_over_ranks_are_divided(monkeypatch):
     measured = Speed(run)
     run.backend.flops.total += 3e12
     other = [5e12, 2.0, 8e12, 0.0, 300.0, 4.0]
-    monkeypatch.setattr(speed.ranks, "sum_over_ranks", lambda own, device: [a + b for a, b in zip(own, other, strict=True)])
+    monkeypatch.setattr(profiler.ranks, "sum_over_ranks", lambda own, device: [a + b for a, b in zip(own, other, strict=True)])
     assert measured.stats(training_s=2.0, tokens=100.0, step_s=4.0) == pytest.approx(
         {"perf/tokens_per_s_per_gpu": 50.0, "perf/tflops": 2.0, "perf/mfu": 0.5}
     )
@@ -68,7 +68,7 @@ def test_sums_over_ranks_are_divided(monkeypatch):
 
 
 def test_the_peak_of_a_known_device_follows_the_dtype_of_the_products(monkeypatch):
-    monkeypatch.setattr(speed, "find_peak_tflops", lambda device, dtype: {torch.float32: 10.0, torch.bfloat16: 40.0}[dtype])
+    monkeypatch.setattr(profiler, "find_peak_tflops", lambda device, dtype: {torch.float32: 10.0, torch.bfloat16: 40.0}[dtype])
     for precision, peak in ((None, 10.0), ("bf16", 40.0)):
         stats = trainer_of(mixed_precision_dtype=precision).train_step_sync()
         assert stats["perf/mfu"] == pytest.approx(stats["perf/tflops"] / peak)

@@ -3,7 +3,7 @@
 import pytest
 
 from ludic.errors import RowError
-from ludic.training.samples.text import append_eos, tokenize_prompt_completion
+from ludic.training.samples.conversations import append_eos, tokenize_prompt_completion
 
 
 class TableTokenizer:

@@ -47,10 +47,9 @@ from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses, trains_without_logits
 from ludic.training.backend.memory import FreedMemory, MemoryProfile
 from ludic.training.backend.precision import MasterWeights, autocast, check_precision
-from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches
+from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches, WeightStream
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
-from ludic.training.backend.weight_stream import WeightStream
 from ludic.training.batching.packing import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals

@@ -39,8 +39,7 @@ import numpy as np
 from ludic.data import DataSet, load_data
 from ludic.errors import ConfigError, DataError, DataKeyError, RowError
 from ludic.inference.prompts.template import encode_text, read_template_kwargs
-from ludic.training.samples.conversations import ChatTokenizer, ChatTokens
-from ludic.training.samples.text import append_eos, tokenize_prompt_completion
+from ludic.training.samples.conversations import ChatTokenizer, ChatTokens, append_eos, tokenize_prompt_completion
 from ludic.training.types import SAWItem
 from ludic.types import Message
 

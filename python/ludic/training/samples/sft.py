@@ -45,9 +45,15 @@ from ludic.errors import DataError
 from ludic.inference.prompts.template import ChatTemplate, find_turn_end, read_template, read_template_kwargs
 from ludic.training.rollouts.log import parse_rollout
 from ludic.training.rollouts.to_samples import sample_from_step
-from ludic.training.samples.conversations import AssistantTurns, ChatTokenizer, ChatTokens, check_calls_are_rendered
+from ludic.training.samples.conversations import (
+    AssistantTurns,
+    ChatTokenizer,
+    ChatTokens,
+    check_calls_are_rendered,
+    tokenize_document,
+    tokenize_prompt_completion,
+)
 from ludic.training.samples.preference import add_system_prompt, conversation_tokens, truncate_right
-from ludic.training.samples.text import tokenize_document, tokenize_prompt_completion
 from ludic.training.types import SAWItem
 from ludic.types import Message, is_list_of
 

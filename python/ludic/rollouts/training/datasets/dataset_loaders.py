@@ -25,8 +25,7 @@ from ludic.files.jsonl import read_jsonl, write_jsonl
 from ludic.inference.prompts.template import read_template, read_template_kwargs
 from ludic.rollouts.training.packed_columns import COLUMNS
 from ludic.rollouts.training.types import Prompt, Sample, SampleStatus
-from ludic.training.samples.conversations import ChatTokenizer, ChatTokens
-from ludic.training.samples.text import tokenize_prompt_completion
+from ludic.training.samples.conversations import ChatTokenizer, ChatTokens, tokenize_prompt_completion
 from ludic.types import Message
 
 logger = logging.getLogger(__name__)
