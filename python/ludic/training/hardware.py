@@ -26,42 +26,22 @@ GPU_ARCHITECTURES: dict[tuple[int, int], str] = {
 """Compute capability to architecture."""
 
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
-    "GB300": (2500, 1250, 80),
     "GB200": (2500, 1250, 80),
-    "B300": (2250, 1125, 75),
     "B200": (2250, 1125, 75),
-    "GH200": (989.4, 494.7, 67),
-    "H200 NVL": (835.5, 417.5, 60),
     "H200": (989.4, 494.7, 67),
-    "H100 NVL": (835.5, 417.5, 60),
     "H100 PCIe": (756, 378, 51),
     "H100": (989.4, 494.7, 67),
-    "H800 PCIe": (756, 378, 51),
-    "H800": (989.4, 494.7, 67),
-    "H20": (148, 74, 44),
     "A100": (312, 156, 19.5),
-    "A800": (312, 156, 19.5),
-    "A40": (149.7, 74.8, 37.4),
-    "A30": (165, 82, 10.3),
-    "A10G": (70, 35, 35),
     "A10": (125, 62.5, 31.2),
     "L40S": (362.05, 183, 91.6),
-    "L40": (181.05, 90.5, 90.5),
     "L4": (121, 60, 30.3),
-    "RTX A6000": (154.8, 77.4, 38.7),
-    "RTX 6000 Ada": (364.2, 182.1, 91.1),
-    "RTX 5090": (209.5, 104.8, 104.8),
     "RTX 4090": (165.2, 82.6, 82.6),
-    "RTX 3090": (71, 35.6, 35.6),
     "MI300X": (1307.4, 653.7, 163.4),
-    "MI325X": (1307.4, 653.7, 163.4),
-    "MI350X": (2306.9, 1153.5, 144.2),
-    "MI355X": (2516.6, 1258.3, 157.3),
 }
 """Peaks of a device in 10^12 FLOPs per second without sparsity, by words of its name: of bfloat16
 and float16, of TF32, and of float32. From the data sheets and architecture papers of NVIDIA and
 AMD, which give most peaks with sparsity: twice as much. GeForce: with float32 sums."""
-OTHER_CHIPS = frozenset({"MIG", "Laptop", "Max-Q", "D"})
+OTHER_CHIPS = frozenset({"MIG", "NVL", "Laptop", "Max-Q", "D"})
 """Words in the names of slower variants, and of parts of a GPU, whose peaks are not known here."""
 
 FLASH_2 = frozenset({"ampere", "ada", "hopper"})
