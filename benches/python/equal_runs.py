@@ -9,6 +9,7 @@ from typing import Any
 
 NOT_COMPARED = {
     *("id", "ts_ns", "memory", "phases_s", "overlap", "weight_sync", "wall_s", "pairs_per_s", "ranks/slowest"),
+    *("perf/tflops", "perf/mfu", "perf/tokens_per_s_per_gpu"),
 }
 """Keys of times, memory and random names, which differ between two uninterrupted runs too, as do
 all keys that end with `_s`."""

@@ -240,9 +240,9 @@ def test_fewer_problems_or_a_file_of_your_own_can_be_measured(hub, tmp_path):
     [
         (["gsm8k"], "there is no model to evaluate; give model=FOLDER or a hub id"),
         (["gsm8k", "model=/nowhere/at/all"], "give a folder with config.json, or a hub id"),
-        (["gsm8kk"], "there is no recipe 'gsm8kk'; did you mean eval-gsm8k?"),
-        (["math500"], "did you mean eval-math-500?"),
-        (["gsm8k", "k=4"], "k (4) answers at temperature 0 are 4 copies of one answer"),
+        (["gsm8kk"], "there is no recipe 'gsm8kk'; did you mean gsm8k or eval-gsm8k?"),
+        (["math500"], "did you mean math or eval-math-500?"),
+        (["gsm8k", "k=4"], "k (4) needs a temperature above 0"),
     ],
 )
 def test_what_is_missing_is_said_before_the_hub_is_asked(given, said, tmp_path, monkeypatch):
@@ -258,7 +258,7 @@ def test_without_a_connection_the_error_names_the_data_and_a_way_out(tmp_path, m
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     shown = re.sub(r"\s+", " ", evaluate("gsm8k", "base_url=http://127.0.0.1:9/v1", f"output={tmp_path}", code=2).output)
-    assert "openai/gsm8k (config main, split test) could not be loaded: ConnectionError" in shown
+    assert "cannot load openai/gsm8k (config main, split test): ConnectionError" in shown
     assert "without a connection, name a file or a folder that has the rows" in shown
 
 

@@ -34,7 +34,7 @@ def test_a_missing_name_is_reported_before_torch_is_imported(tmp_path):
         "./judge does not exist": ["train", *data, "reward_model=./judge"],
         "reward (rewards:exact) cannot be imported: No module": ["train", *data, "reward=[gsm8k,rewards:exact]"],
         "reward (broken:exact) cannot be imported: SyntaxError": ["train", *data, "reward=broken:exact"],
-        "eval_reward (json:exact) cannot be imported": ["train", *data, "reward=gsm8k", "eval_reward=json:exact"],
+        "eval_reward (json:exact)": ["train", *data, "reward=gsm8k", "eval_reward=json:exact"],
         "nosuch.jsonl does not exist": ["sft", "data=[rows.jsonl,nosuch.jsonl]"],
         "pairs.jsonl does not exist": ["train-rm", "data=pairs.jsonl"],
         "held.jsonl does not exist": ["dpo", "data=rows.jsonl", "heldout_data=held.jsonl"],

@@ -157,3 +157,9 @@ def assert_same_tensors(left, right, *, atol=0.0):
     for name in left:
         difference = (left[name] - right[name]).abs().max().item()
         assert difference <= atol, f"{name} differs by {difference}"
+
+
+def without_times(stats):
+    """The statistics without durations and speeds, which differ between two equal runs."""
+    speeds = ("perf/tflops", "perf/mfu", "perf/tokens_per_s_per_gpu")
+    return {name: value for name, value in stats.items() if not name.endswith("_s") and name not in speeds}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from controlled_runs import KINDS, controlled_trainer
-from training_samples import assert_same_tensors, weights_of
+from training_samples import assert_same_tensors, weights_of, without_times
 
 from ludic.errors import NonFiniteError
 from ludic.files.checkpoints import STATE
@@ -17,10 +17,6 @@ from ludic.training.controllers import load_controller_state
 
 STEPS = 4
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-def without_times(stats):
-    return {name: value for name, value in stats.items() if not name.endswith("_s")}
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -6,13 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from training_samples import DrawingSource, assert_same_tensors, cpu_config, tiny_model, weights_of
+from training_samples import DrawingSource, assert_same_tensors, cpu_config, tiny_model, weights_of, without_times
 
 from ludic.training import CheckpointConfig, Trainer, make_grpo
 from ludic.training.rng import preserved_rng, rng_state, set_rng_state
 
 STEPS = 5
-TIMES = "_s"
 
 
 def seed_everything(seed):
@@ -36,16 +35,11 @@ def trainer_of(folder, **options):
     )
 
 
-def without_timings(stats):
-    """The statistics without durations."""
-    return {name: value for name, value in stats.items() if not name.endswith(TIMES)}
-
-
 def whole_run_of(folder, sharing):
     """The uninterrupted run: its checkpoints, the statistics of each step and the final weights."""
     trainer = trainer_of(folder, config={"prefix_sharing": sharing})
     seed_everything(7)
-    stats = [without_timings(trainer.train_step_sync()) for _ in range(STEPS)]
+    stats = [without_times(trainer.train_step_sync()) for _ in range(STEPS)]
     return folder, stats, weights_of(trainer.model)
 
 
@@ -65,7 +59,7 @@ def test_resuming_after_any_step_gives_the_same_losses_and_weights(whole_run, ki
     seed_everything(99)  # another process has other generator states and other initial weights
     trainer = trainer_of(folder, resume_from=killed_after, model_seed=1, config={"prefix_sharing": "off"})
     assert trainer.current_step == killed_after
-    rest = [without_timings(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
+    rest = [without_times(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
     assert rest == stats[killed_after:]
     assert_same_tensors(weights_of(trainer.model), weights)
 
@@ -77,7 +71,7 @@ def test_resuming_a_run_on_prefix_trees_gives_the_same_losses_and_weights(whole_
     assert all(each["perf/sharing_factor"] > 1.2 for each in stats)
     seed_everything(99)
     trainer = trainer_of(folder, resume_from=killed_after, model_seed=1, config={"prefix_sharing": "auto"})
-    rest = [without_timings(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
+    rest = [without_times(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
     assert rest == stats[killed_after:]
     assert_same_tensors(weights_of(trainer.model), weights)
 
@@ -87,7 +81,7 @@ def test_the_run_depends_on_the_random_generators(whole_run, tmp_path):
     _, stats, _ = whole_run
     trainer = trainer_of(tmp_path)
     seed_everything(8)
-    assert without_timings(trainer.train_step_sync())["train/loss"] != stats[0]["train/loss"]
+    assert without_times(trainer.train_step_sync())["train/loss"] != stats[0]["train/loss"]
 
 
 def test_resume_accepts_a_step_a_string_of_digits_and_a_path(whole_run):

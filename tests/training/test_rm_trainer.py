@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from preference_samples import pair, response, reward_model, rm_config, sorted_pairs
-from training_samples import ListSource, assert_same_tensors, gradients_of, tiny_model, weights_of
+from training_samples import ListSource, assert_same_tensors, gradients_of, tiny_model, weights_of, without_times
 
 from ludic.errors import BudgetError, ConfigError, ConfigTypeError, DataError, NonFiniteError
 from ludic.training import (
@@ -194,7 +194,7 @@ def resumable(folder, **options):
 def run_to_the_end(trainer):
     stats = []
     trainer.train_sync(STEPS - trainer.current_step, log_fn=stats.append, eval_log_fn=stats.append)
-    return [{name: value for name, value in step_stats.items() if not name.endswith("_s")} for step_stats in stats]
+    return [without_times(step_stats) for step_stats in stats]
 
 
 @pytest.mark.parametrize("killed_after", [1, 3])

@@ -243,7 +243,7 @@ def read_builtin(name: str, command: str = "train") -> DictConfig:
     """To be copied before it is changed. Raises ConfigError for a name that `command` does not
     have, and names the command that has it."""
     if name not in (known := list_builtin_recipes(command)):
-        remedy = did_you_mean(name, known, f"there are {', '.join(known)}; a file's name ends in .yaml")
+        remedy = did_you_mean(name, known, f"there are {', '.join(known)}; a file's name ends in .yaml", count=2)
         if "/" in name:
             remedy += ", and there is no such folder of a run"
         if others := [f"ludic {other} {name}" for other in COMMANDS if name in list_builtin_recipes(other)]:
