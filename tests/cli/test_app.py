@@ -156,7 +156,7 @@ def test_a_callback_ends_a_run_and_its_reason_is_in_the_summary(tiny, tmp_path):
     [
         (
             ["callbacks.keep_best=sampled_reward"],
-            "set eval_every_n_steps and pass an evaluator",
+            "set trainer.eval_every_n_steps",
         ),
         (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "reads loss, and this run measures"),
         (["callbacks.stop.at=1"], "callbacks.stop.at (1.0) needs callbacks.stop.metric; set that too"),

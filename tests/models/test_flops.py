@@ -95,6 +95,18 @@ def test_attention_of_transformers_is_counted(attention):
     assert_counted(make_model("Qwen2", attention), SUPERVISED, sorting_items(24))
 
 
+def test_products_with_named_factors_are_counted():
+    """Bloom calls `alibi.baddbmm(batch1=, batch2=)`."""
+    model = make_from_config("Bloom", "ForCausalLM", {"vocab_size": 320, "hidden_size": 64, "n_layer": 2, "n_head": 4}, 0).train()
+    assert_counted(model, SUPERVISED, sorting_items(24))
+    counter, rows = FlopCounter(model), torch.ones(2, 3)
+    with counter.counting("x", tokens=2, pairs=4, backward=False):
+        torch.matmul(input=rows, other=torch.ones(3, 5))
+        torch.addmm(torch.ones(5), mat1=rows, mat2=torch.ones(3, 5))
+        torch.einsum("ij,jk->ik", rows, torch.ones(3, 5))
+    assert counter.total == 3 * 2 * 2 * 3 * 5
+
+
 def test_a_shared_prefix_is_counted_once():
     items = branching_items([4, 3, 5, 4, 3, 5])
     model = make_model("Qwen2")

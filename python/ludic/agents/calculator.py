@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -23,7 +24,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-_OTHER_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", ",": "", "$": ""})
+_OTHER_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", "$": ""})
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 MOST_CHARACTERS = 200
 MOST_DIGITS = 100
 """Of a numerator or denominator, so that no call takes long."""
@@ -38,7 +40,8 @@ def calculate(expression: str) -> str:
     if len(expression) > MOST_CHARACTERS:
         raise DataError(f"expression has {len(expression)} characters, and at most {MOST_CHARACTERS} are calculated; divide it")
     try:
-        value = _compute(ast.parse(expression.translate(_OTHER_SIGNS).strip(), mode="eval").body)
+        text = _THOUSANDS.sub("", expression.translate(_OTHER_SIGNS)).strip()
+        value = _compute(ast.parse(text, mode="eval").body)
     except ZeroDivisionError as error:
         raise DataError(f"expression ({expression}) divides by zero") from error
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:

@@ -88,7 +88,7 @@ class FlopCounter:
         if is_measured:
             if pass_.by_dtype:
                 self.dtype = pass_.by_dtype.most_common(1)[0][0]
-            known.per_token, known.per_pair = pass_.of_tokens / tokens, pass_.of_pairs / pairs
+            known.per_token, known.per_pair = pass_.of_tokens / max(tokens, 1), pass_.of_pairs / max(pairs, 1)
         self.total += pass_.reported + known.per_token * tokens + known.per_pair * pairs
 
 
@@ -130,9 +130,14 @@ class _Pass(TorchFunctionMode):
         return 2 * pairs * (query.shape[-1] * (1 + both) + value.shape[-1] * (1 + last))
 
 
-def _add_product(pass_: _Pass, result: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> None:
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+
+
+def _add_product(pass_: _Pass, result: Tensor, *args: Any, **kwargs: Any) -> None:
     """[..., M, K] times [..., K, N]. Two batches of matrices are the scores of attention, or their
     weighted sum."""
+    a, b, *_ = _tensors(args, kwargs)
     flops = pass_.product(2 * result.numel() * a.shape[-1], a, b)
     if a.ndim > 2 and b.ndim > 2 and a.shape[-1] > 1:  # the angles of rotary positions are outer products
         pass_.of_pairs += flops
@@ -148,12 +153,14 @@ def _add_reversed(pass_: _Pass, result: Tensor, b: Tensor, a: Tensor) -> None:
     _add_product(pass_, result, a, b)
 
 
-def _add_sum(pass_: _Pass, result: Tensor, _: Tensor, a: Tensor, b: Tensor, **__: Any) -> None:
-    _add_product(pass_, result, a, b)
+def _add_sum(pass_: _Pass, result: Tensor, *args: Any, **kwargs: Any) -> None:
+    """A product that is added to the first tensor."""
+    _add_product(pass_, result, *_tensors(args, kwargs)[1:])
 
 
-def _add_grouped(pass_: _Pass, result: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> None:
+def _add_grouped(pass_: _Pass, result: Tensor, *args: Any, **kwargs: Any) -> None:
     """Rows [N, K], each times the matrix [K, M] of its group."""
+    a, b, *_ = _tensors(args, kwargs)
     pass_.of_tokens += pass_.product(2 * result.numel() * a.shape[-1], a, b)
 
 
@@ -161,7 +168,7 @@ def _add_convolution(pass_: _Pass, result: Tensor, input: Tensor, weight: Tensor
     pass_.of_tokens += pass_.product(2 * result.numel() * prod(weight.shape[1:]), input, weight)
 
 
-def _add_einsum(pass_: _Pass, result: Tensor, equation: str, *operands: Any) -> None:
+def _add_einsum(pass_: _Pass, result: Tensor, equation: Any = None, *operands: Any, **_: Any) -> None:
     """Of two tensors: bhqd,bhkd->bhqk sums over d."""
     tensors = operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
     left, _, right = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")

@@ -343,7 +343,8 @@ async def _wait_for_addresses(
         if answer_by is not None and clock() > answer_by:
             missing = [name for name in names if name not in healthy]
             raise InferenceError(
-                f"{', '.join(missing)} did not answer within {timeout_s:g} s (inference.timeout_s); see workers/{missing[0]}.log"
+                f"{', '.join(missing)} did not answer within {timeout_s:g} s (inference.timeout_s); see workers/{missing[0]}.log in the "
+                "run's folder"
             )
         await asyncio.sleep(POLL_S)
 

@@ -281,7 +281,7 @@ class PrecomputedReference:
         rows = [self._known.get(key) for key in keys]
         missing = [name for name, row in zip(micro_batch.sample_names, rows, strict=False) if row is None]
         if missing:
-            raise DataError(f"no reference log-probabilities of {missing[0]}, only of other samples or another max_seq_len")
+            raise DataError(f"no reference log-probabilities of {missing[0]} at this max_seq_len; compute them for all samples")
         return place_actions([row for row in rows if row is not None], micro_batch)
 
     def of_item(self, item: SAWItem) -> Tensor:

@@ -123,7 +123,8 @@ class VLLMScoringClient:
             raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
         if request.pooling_type is not self.pooling_type:
             raise ConfigError(
-                f"pooling_type ({request.pooling_type.value}) must be the server's ({self.pooling_type.value}); set it in --pooler-config"
+                f"pooling_type ({request.pooling_type.value}) must be the server's ({self.pooling_type.value}); start it with "
+                f'--pooler-config \'{{"pooling_type": "{request.pooling_type.value.upper()}"}}\''
             )
         logits: dict[int, list[float]] = {}
         answers, bodies, usages = [], [], []

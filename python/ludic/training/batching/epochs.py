@@ -65,7 +65,8 @@ class ItemBatchSource(BatchSourceBase):
         """Return the part of rank `rank` of `world` of each pass."""
         self._rank, self._world = rank, world
         if self.drop_last and self._samples_per_rank < self.batch_size:
-            raise ConfigError(f"drop_last of {len(self)} samples on {world} ranks leaves no batch (batch_size {self.batch_size})")
+            batches = f"{len(self)} samples on {world} ranks leaves no batch"
+            raise ConfigError(f"drop_last of {batches}; lower batch_size ({self.batch_size})")
         self._passes = Passes(self._samples_per_rank, self._draw_order)
 
     def unshard(self) -> None:

@@ -347,6 +347,8 @@ def check_watched(callbacks: Sequence[Callback], every: int | None, *, measured:
         if metric is None:
             continue
         if not every:
-            raise ConfigError(f"the callback {callback.name!r} reads {metric}; set eval_every_n_steps and pass an evaluator")
+            raise ConfigError(
+                f"the callback {callback.name!r} reads {metric}; set trainer.eval_every_n_steps, and pass an evaluator to a Trainer"
+            )
         if measured is not None and bare_name(metric) not in measured:
             raise ConfigError(f"the callback {callback.name!r} reads {metric}, and this run measures {', '.join(measured)}")

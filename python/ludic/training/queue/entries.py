@@ -256,7 +256,8 @@ def _check_group(group: Group, limits: EntryLimits, check: SampleCheck | None = 
 
 def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimits) -> None:
     if num_rollouts > limits.max_rollouts or max(num_steps, default=0) > limits.max_steps:
-        raise EntryError(f"a group of {num_rollouts} rollouts of up to {max(num_steps, default=0)} steps exceeds {limits}")
+        most = f"{limits.max_rollouts} rollouts or {limits.max_steps} steps"
+        raise EntryError(f"a group of {num_rollouts} rollouts of up to {max(num_steps, default=0)} steps exceeds {most}")
 
 
 GROUP, SAMPLES = 1, 2

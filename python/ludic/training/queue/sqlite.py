@@ -75,7 +75,8 @@ class SQLiteLog:
             if facts.get("run", run) != run:
                 remaining_s = facts["until_s"] - now
                 if remaining_s > 0 and not facts["closed"]:
-                    raise OwnershipLost(f"the queue {self.path} belongs to run {facts['run']} for another {remaining_s:.0f} s")
+                    other = f"{facts['run']} for another {remaining_s:.0f} s"
+                    raise OwnershipLost(f"the queue {self.path} belongs to run {other}; stop it, or set another queue")
                 _delete_data(db)
             _write_facts(db, owner=owner, run=run, until_s=now + ttl_s, closed=0)
 
@@ -322,7 +323,9 @@ def _prepare(db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> 
             _write_facts(db, epoch=uuid.uuid4().hex[:12], closed=0, aside=0, claimed=0)
             db.execute(f"pragma user_version = {SCHEMA_VERSION}")
         elif schema != SCHEMA_VERSION:
-            raise QueueRefused(f"the queue {path} has version {schema}, this ludic reads {SCHEMA_VERSION}; delete it")
+            raise QueueRefused(
+                f"the queue {path} has version {schema}, this ludic reads {SCHEMA_VERSION}; use that, or delete it"
+            )
         if _read_facts(db).get("clock_s", math.inf) > (now := clock()):
             db.execute("update work set until_s = 0, offered_s = ?", (now,))
             _write_facts(db, until_s=0, clock_s=now)
