@@ -217,7 +217,7 @@ def test_log_probabilities_of_other_types_are_refused(values):
 
 
 def test_log_probabilities_of_another_number_of_tokens_are_refused():
-    with pytest.raises(DataError, match="1 values for 2 completion tokens"):
+    with pytest.raises(DataError, match="1 values for 2 tokens"):
         TokenTrace.from_arrays(np.array([1]), np.array([2, 3]), np.array([-0.5]))
 
 

@@ -24,7 +24,8 @@ def test_the_project_has_the_name_and_each_command_names_an_extra_of_it():
     assert PYPROJECT["project"]["name"] == DISTRIBUTION == "ludic-rl"
     assert install_command("wandb") == "pip install 'ludic-rl[wandb]'"
     pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *PACKAGE.rglob("*.py")]
-    named = {extra for page in pages for extra in re.findall(r"ludic-rl\[([\w,-]+)\]", page.read_text(encoding="utf-8"))}
+    lists = [names for page in pages for names in re.findall(r"ludic-rl\[([\w,-]+)\]", page.read_text(encoding="utf-8"))]
+    named = {extra for names in lists for extra in names.split(",")}
     assert len(named) > 5
     assert named <= set(PYPROJECT["project"]["optional-dependencies"])
 

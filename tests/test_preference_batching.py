@@ -335,7 +335,7 @@ async def test_a_source_resumes_at_its_position():
     for _ in range(4):
         mine, theirs = await source.next_batch(), await resumed.next_batch()
         assert [item.meta["pair_id"] for item in mine.items] == [item.meta["pair_id"] for item in theirs.items]
-    with pytest.raises(ConfigError, match="num_samples=7, here it is 6"):
+    with pytest.raises(ConfigError, match="num_samples is 7, here it is 6"):
         preference_batches(sorted_pairs(6), batch_size=2).load_state_dict(source.state_dict())
 
 

@@ -67,15 +67,13 @@ def test_a_row_without_arguments_for_each_instruction_is_refused(checker):
     function = IFEvalReward(checker=checker)
     function.check_row(ROW)
     for fault in ({"kwargs": [{}]}, {"kwargs": None}, {"instruction_id_list": []}):
-        with pytest.raises(DataError, match="a row of IFEval needs instructions and arguments for each"):
+        with pytest.raises(DataError, match="IFEval needs instructions and arguments"):
             function.check_row({**ROW, **fault})
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("ludic.envs.ifeval.find_spec", lambda name: None)
-    with pytest.raises(
-        MissingExtraError, match=r"lm-eval\[ifeval\] is not installed; `pip install 'ludic-rl\[ifeval\]'` installs it"
-    ):
+    with pytest.raises(MissingExtraError, match=r"lm-eval\[ifeval\] is not installed; .*ludic-rl\[ifeval\]"):
         InstructionChecker()
 
 

@@ -60,7 +60,5 @@ def test_the_blocks_are_those_that_transformers_names(adapted):
 def test_only_a_folder_with_weights_is_read_in_slices(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     for source in ("Qwen/Qwen2.5-0.5B", str(tmp_path)):
-        with pytest.raises(
-            ConfigError, match=r"must be a folder with the weights of a model; download it, or merge its adapters"
-        ):
+        with pytest.raises(ConfigError, match=r"folder with the weights .*download it, or merge"):
             load_sharded(source, "float32", ShardingSettings("full"), None)

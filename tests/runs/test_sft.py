@@ -337,7 +337,7 @@ def test_rows_of_other_libraries_are_trained_on_and_named(tiny: list[str], tmp_p
     assert "8 rows of sharegpt (conversations)" in shown
     assert summary_of(tmp_path / "run")["data"]["trained_tokens"] == 8 * 2 + 8 * 3  # digit and end; y, o and end
     mixed = write_rows(tmp_path / "mixed.jsonl", {"instruction": "a", "output": "b"}, {"text": "c"})
-    assert re.search(r"line 1 .*alpaca \(instruction\), and", refused(*tiny, "name=other", f"data={mixed}"))
+    assert re.search(r"(?s)line 1 has alpaca \(instruction.*line 2 has text", refused(*tiny, "name=other", f"data={mixed}"))
     assert re.search(r"data_format \(csv\) .*auto, messages", refused(*tiny, "data_format=csv"))
 
 

@@ -224,6 +224,6 @@ def test_a_template_that_cannot_show_tools_is_an_error_before_the_run(template, 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
     tokenizer.save_pretrained("other")
-    with pytest.raises(ConfigError, match=rf"shown its tools \(stock\).*{said}.*tokenizer=FOLDER"):
+    with pytest.raises(ConfigError, match=rf"shown its tools \(stock\).*{said}.*chat_template=FILE"):
         GRPO(model, "pure_accuracy_math", ROWS, tools=stock, tokenizer="other", name="none", **SMALL).train()
     assert not Path("runs/none").exists()

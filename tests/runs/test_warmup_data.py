@@ -96,5 +96,5 @@ def test_a_task_without_demonstrations_has_no_warm_up() -> None:
 
     assert compose(["tictactoe"]).warmup.steps > 0 == steps()
     assert Warmup.read(compose(["tictactoe"]), TicTacToe(), make_byte_tokenizer()).steps > 0
-    with pytest.raises(ConfigError, match=r"mode=sft needs demonstrations, and the task has none; set warmup\.data=FILE"):
+    with pytest.raises(ConfigError, match=r"mode=sft needs demonstrations, .*warmup\.data=FILE"):
         steps("mode=sft")

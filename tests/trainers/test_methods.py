@@ -337,7 +337,7 @@ def test_wrong_arguments_are_refused_when_the_object_is_made(make, error, messag
 def test_a_row_without_a_column_that_a_reward_asks_for_is_refused_at_once():
     rows = [dict(row) for row in ROWS]
     del rows[3]["answer"]
-    with pytest.raises(ConfigError, match="row 3 of the data has no answer, which reward digits asks for"):
+    with pytest.raises(ConfigError, match="row 3 .*has no answer, .*reward digits"):
         GRPO("m", digits, rows)
     with pytest.raises(ConfigError, match=r"row 0 .*has no answer"):
         GRPO("m", digits, ROWS, eval_dataset=[{"prompt": "2+2="}, {"prompt": "1+1=", "answer": "2"}])
@@ -353,7 +353,7 @@ def test_tracebacks_of_wrong_input_end_at_the_users_line(model: Path) -> None:
         GRPO(model, digits, ROWS, tempo=3)
     frames = [entry.path.name for entry in caught.traceback]
     assert (frames, caught.value.__cause__, caught.value.__suppress_context__) == (["test_methods.py", "base.py"], None, True)
-    with pytest.raises(ConfigError, match="must be at least") as caught:
+    with pytest.raises(ConfigError, match=r"num_heldout \(0\) .*between 1 and 19") as caught:
         GRPO(model, digits, ROWS, **{**SMALL, "task.args.num_heldout": 0}).train()
     assert [entry.path.name for entry in caught.traceback] == ["test_methods.py", "base.py"]
 
@@ -368,7 +368,7 @@ def test_the_name_of_an_earlier_run_is_refused_before_the_model_is_loaded(model:
 @pytest.mark.parametrize(
     ("callback", "settings", "message"),
     [
-        (KeepBest("sampled_reward"), {}, "sampled_reward; set eval_every_n_steps"),
+        (KeepBest("sampled_reward"), {}, "sampled_reward; set trainer.eval_every_n_steps"),
         (StopOnMetric("accuracy", at=1), {"trainer.eval_every_n_steps": 1}, "this run measures sampled_reward, greedy_reward"),
     ],
 )

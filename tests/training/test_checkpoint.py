@@ -304,7 +304,7 @@ def test_weights_of_another_model_are_refused_with_their_names(tmp_path):
 def test_the_state_of_another_optimizer_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     make_manager(tmp_path).save(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step=1)
-    with pytest.raises(CheckpointError, match="state of SGD"):
+    with pytest.raises(CheckpointError, match="is of SGD, the optimizer is AdamW"):
         make_manager(tmp_path).load(model, optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match=r"groups of \[2\]"):
         make_manager(tmp_path).load(model, optimizer=torch.optim.SGD([model.weight], lr=0.1))

@@ -126,7 +126,7 @@ def test_a_pool_that_cannot_replace_a_sandbox_gives_up_and_says_why():
         waiting = asyncio.create_task(pool.checkout(timeout_s=60))
         await asyncio.sleep(0)
         await pool.release(sandbox)
-        with pytest.raises(SandboxPoolExhaustedError, match=r"3 failures in a row, the last: start: OSError: no room"):
+        with pytest.raises(SandboxPoolExhaustedError, match=r"3 failures in a row.*start: OSError: no room"):
             await waiting
         with pytest.raises(GradingError):  # so an episode fails, and has no reward
             await pool.checkout()

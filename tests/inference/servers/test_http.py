@@ -243,7 +243,5 @@ def test_a_forked_process_uses_its_own_thread_and_exits_cleanly():
 
 def test_decoded_json_of_another_type_is_an_error_that_names_the_server():
     assert convert_answer({"weight_version": 3, "more": 1}, WeightInfo, "http://a").weight_version == 3
-    with pytest.raises(
-        InferenceError, match=r"http://a answered .*weight.*which does not have the expected form: .*weight_version"
-    ):
+    with pytest.raises(InferenceError, match=r"http://a answered .*weight.*expected form: .*weight_version"):
         convert_answer({"weights": 3}, WeightInfo, "http://a")

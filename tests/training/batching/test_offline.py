@@ -170,7 +170,7 @@ def test_errors_name_the_missing_file_or_field(tmp_path):
     with pytest.raises(DataError, match="Missing rollout-time token trace"):
         source_of('{"steps": [{"prev_obs": "q", "action": "a", "reward": 1}]}')
     trace = '{"prompt_token_ids": [1], "completion_token_ids": [2], "completion_logprobs": []}'
-    with pytest.raises(DataError, match="there must be one for each"):
+    with pytest.raises(DataError, match="0 values for 1 tokens"):
         source_of('{"steps": [{"prev_obs": "q", "action": "a", "reward": 1, "trace": ' + trace + "}]}")
     with pytest.raises(ConfigError, match="num_workers"):
         OfflineBatchSource([], sample_from_step, ConstantCredit(1.0), num_workers=-1)

@@ -155,7 +155,7 @@ class Facts:
     ("facts", "problem"),
     [
         ({"redis_version": "6.0.16"}, r"Redis 6\.0\.16; 6\.2 or newer"),
-        ({"maxmemory_policy": "allkeys-lru"}, "maxmemory-policy allkeys-lru, which deletes entries"),
+        ({"maxmemory_policy": "allkeys-lru"}, "allkeys-lru; .*maxmemory-policy noeviction"),
     ],
 )
 def test_a_server_that_would_lose_entries_is_refused(facts, problem):

@@ -208,7 +208,7 @@ def test_tools_that_the_template_leaves_out_are_an_error(make):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     for template in (CHATML, MARKED):
-        with pytest.raises(DataError, match=r"line 1 has tools, .*set chat_template to one with `tools`"):
+        with pytest.raises(DataError, match=r"line 1 has tools, .*chat_template .*`tools`"):
             make(chat_tokenizer(template)).tokenize(talk, tools=tools, where="line 1")
     [shown] = make(chat_tokenizer("{{ tools[0].function.name }}" + CHATML)).tokenize(talk, tools=tools)
     assert chat_tokenizer(CHATML).decode(shown.input_ids).startswith("look<|im_start|>")

@@ -25,7 +25,7 @@ def test_an_invalid_label_is_refused_and_named(label):
 
 def test_a_missing_key_names_the_sample_and_its_keys():
     assert meta_value(sample([1], pair_id="a"), 0, "pair_id") == "a"
-    with pytest.raises(DataKeyError, match=r"sample 4 has no 'role' .*has pair_id"):
+    with pytest.raises(DataKeyError, match=r"sample 4 has no 'role' .*'pair_id'"):
         meta_value(sample([1], pair_id="a"), 4, "role")
 
 
