@@ -337,7 +337,7 @@ def test_wrong_arguments_are_refused_when_the_object_is_made(make, error, messag
 def test_a_row_without_a_column_that_a_reward_asks_for_is_refused_at_once():
     rows = [dict(row) for row in ROWS]
     del rows[3]["answer"]
-    with pytest.raises(ConfigError, match="row 3 .*has no answer, .*reward digits"):
+    with pytest.raises(ConfigError, match=r"row 3 .*has no answer, .*reward digits"):
         GRPO("m", digits, rows)
     with pytest.raises(ConfigError, match=r"row 0 .*has no answer"):
         GRPO("m", digits, ROWS, eval_dataset=[{"prompt": "2+2="}, {"prompt": "1+1=", "answer": "2"}])

@@ -173,7 +173,7 @@ def test_a_manifest_of_a_newer_version_is_refused_with_the_remedy(tmp_path, monk
     with monkeypatch.context() as newer:
         newer.setattr("ludic.files.manifest.SCHEMA", 2)
         checkpoints = save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="has schema 2; .*reads up to 1"):
+    with pytest.raises(CheckpointError, match=r"has schema 2; .*reads up to 1"):
         checkpoints.find()
 
 

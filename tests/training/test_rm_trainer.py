@@ -345,7 +345,7 @@ def test_single_samples_are_weighted_by_their_number():
 
 
 def test_a_pair_loss_refuses_incomplete_pairs():
-    with pytest.raises(ConfigError, match="BradleyTerryLoss compares .*rm_pair_aware"):
+    with pytest.raises(ConfigError, match=r"BradleyTerryLoss compares .*rm_pair_aware"):
         trainer_of(config={"rm_pair_aware": False})
 
 

@@ -168,7 +168,7 @@ def _add_convolution(pass_: _Pass, result: Tensor, input: Tensor, weight: Tensor
     pass_.of_tokens += pass_.product(2 * result.numel() * prod(weight.shape[1:]), input, weight)
 
 
-def _add_einsum(pass_: _Pass, result: Tensor, equation: Any = None, *operands: Any, **_: Any) -> None:
+def _add_einsum(pass_: _Pass, result: Tensor, equation: Any = None, *operands: Any, **__: Any) -> None:
     """Of two tensors: bhqd,bhkd->bhqk sums over d."""
     tensors = operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
     left, _, right = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")

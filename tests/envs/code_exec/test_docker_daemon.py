@@ -65,7 +65,7 @@ def test_a_pull_that_fails_says_so(failure):
     def pull(image):
         raise failure
 
-    with pytest.raises(GradingError, match="image 'x:1' .*could not be pulled"):
+    with pytest.raises(GradingError, match=r"image 'x:1' .*could not be pulled"):
         pull_image(SimpleNamespace(images=SimpleNamespace(pull=pull)), "x:1")
 
 
