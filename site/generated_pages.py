@@ -81,9 +81,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    """Raises RuntimeError if a page shows a fence of code as text."""
-    if "```" in html:
-        line = html[html.index("```") :].partition("\n")[0]
+    """Raises RuntimeError if a page shows a fence of code as text, outside of blocks of code."""
+    text = re.sub(r"<pre.*?</pre>", "", html, flags=re.DOTALL)
+    if "```" in text:
+        line = text[text.index("```") :].partition("\n")[0]
         raise RuntimeError(f"{page.file.src_uri} shows a fence as text: {line!r}")
     return html
 

@@ -80,7 +80,7 @@ def test_a_pool_that_cannot_replace_its_sandbox_says_why():
             client.images.remove(IMAGE, force=True)
             sandbox._process.kill()
             await pool.release(sandbox)
-            with pytest.raises(SandboxPoolExhaustedError, match=r"3 failures in a row; .*start: .*[Nn]o such image"):
+            with pytest.raises(SandboxPoolExhaustedError, match=r"3 failures in a row, .*start: .*[Nn]o such image"):
                 await pool.checkout(timeout_s=300)
         finally:
             await pool.shutdown()
