@@ -279,6 +279,24 @@ def test_a_killed_trainer_trains_each_group_once(data):
     assert trained == queued
 
 
+async def test_a_resumed_source_that_has_read_nothing_can_be_saved():
+    """The queue still belongs to the killed one."""
+    log = memory_log()
+    send(log, 0, "0")
+    killed = source_of(log)
+    await killed.next_batch()
+    resumed = source_of(log)
+    resumed.load_state_dict(killed.state_dict())
+    assert resumed.state_dict() == killed.state_dict()
+    await resumed.checkpoint_saved()
+    assert log.stats().entries == 1
+    send(log, 1, "1")
+    assert names(await resumed.next_batch()) == ["1"]
+    resumed.state_dict()
+    await resumed.checkpoint_saved()
+    assert log.stats().entries == 0
+
+
 async def test_what_no_checkpoint_needs_is_forgotten_and_only_that():
     log = memory_log()
     for sequence in range(6):

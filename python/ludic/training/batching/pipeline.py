@@ -184,8 +184,9 @@ class PipelineBatchSource(BatchSourceBase):
     async def checkpoint_saved(self) -> None:
         """Forget the groups that a run resumed from the last `state_dict` does not read. A
         checkpoint with it is on disk, and verified. Tries once: a save must not wait for a server
-        that cannot be reached."""
-        if (saved := self._saved) is None:
+        that cannot be reached. A source that has read nothing does not own the queue, and leaves
+        this to a later checkpoint."""
+        if (saved := self._saved) is None or not self._claimed:
             return
         try:
             with suppress(QueueDataLost):  # nothing is there to forget
