@@ -15,7 +15,7 @@ from commands import NETWORK, metrics_of, same_weights
 from ray_namespace import run_in_namespace
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("runs with servers")]  # they share a run
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 STEPS = 8
 
 
