@@ -1,4 +1,4 @@
-"""Publishers that work over any control plane and communicator.
+"""Publishers that work over any control plane and communicator, and one to a model in this process.
 
 A push of unchanged weights changes only the version that the servers report; too many of them in a
 row are an error.

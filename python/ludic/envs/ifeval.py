@@ -78,7 +78,7 @@ class IFEvalReward:
         instruction_id_list: Sequence[list[str]],
         kwargs: Sequence[list[dict[str, Any]]],
     ) -> list[float | GradingError]:
-        """The columns are those of the hub id google/IFEval."""
+        """The hub id google/IFEval has these columns."""
         answers = [completion_text(completion).rpartition("</think>")[2].strip() for completion in completions]
         rows = [
             {"key": 0, "prompt": prompt, "instruction_id_list": names, "kwargs": arguments}

@@ -2,6 +2,8 @@
 handles Ctrl-C. `ludic train`, `sft`, `train-rm` and `dpo` and the objects of `ludic.trainers` are
 such commands.
 
+`settle_memory` sets what a training process does with freed memory.
+
 The folder of a run is made, resumed, or on other ranks than 0 found where rank 0 made or resumed
 it.
 """

@@ -1,5 +1,6 @@
 """Where the statistics of a run go: its screen, a live dashboard on a terminal and plain lines
-elsewhere; metrics.jsonl; and the trackers that `report_to` names."""
+elsewhere; metrics.jsonl; and the trackers that `report_to` names. `run_header` says where the code
+and the recipe come from."""
 
 from __future__ import annotations
 

@@ -5,6 +5,11 @@ Every call returns a `TrainFuture` without waiting; the result may come later. A
 `await backend.forward_backward(batch).result()`, or keep it, do other work, and await it later. The
 trainer awaits most results, but blocks its thread while it writes and reads checkpoints: complete
 futures from another thread than the event loop's.
+
+A `WeightStream` is how the weights of a sharded model are published:
+
+    rank 0         reads: bucket 0, bucket 1, ..; a bucket is dropped when the next one is requested
+    other ranks    send their parts of the bucket that rank 0 asks for, until it needs no more
 """
 
 from __future__ import annotations
@@ -119,11 +124,8 @@ class BackendBase:
     """The model, if it is in this process."""
     optimizer: torch.optim.Optimizer | None = None
     """Its optimizer."""
-
-    @property
-    def flop_counter(self) -> FlopCounter | None:
-        """Counts the FLOPs of its passes, if the model is in this process."""
-        return None
+    flops: FlopCounter | None = None
+    """Counts the FLOPs of its passes, if the model is in this process."""
 
     @property
     def has_worker(self) -> bool:

@@ -86,6 +86,7 @@ class TorchBackend(ModelPasses, BackendBase):
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    flops: FlopCounter
 
     def __init__(
         self,
@@ -135,10 +136,6 @@ class TorchBackend(ModelPasses, BackendBase):
         if reason is not None:
             explain_rows(reason, self.model, self.cfg)
         return reason is None and self.computes_trees
-
-    @property
-    def flop_counter(self) -> FlopCounter:
-        return self.flops
 
     @property
     def has_worker(self) -> bool:

@@ -111,8 +111,8 @@ class Profiler:
 
 
 TRAINING_PHASES = ("forward_backward", "optimizer")
-"""The phases of a step whose passes are counted. The first has the passes of the reference, and
-those of log-probabilities before the loss, too."""
+"""The phases of a step whose passes are counted. The first includes the passes of the reference and
+of log-probabilities before the loss."""
 
 
 class Speed:
@@ -127,8 +127,7 @@ class Speed:
         self._before = self._total()
 
     def _counters(self) -> set[FlopCounter]:
-        reference: object = self._run.reference
-        both = (with_defaults(self._run.backend).flop_counter, getattr(reference, "flops", None))
+        both = (with_defaults(self._run.backend).flops, getattr(self._run.reference, "flops", None))
         return {each for each in both if isinstance(each, FlopCounter)}
 
     def _total(self) -> float:
@@ -149,7 +148,7 @@ class Speed:
         return stats
 
     def _peak(self) -> float | None:
-        counter = with_defaults(self._run.backend).flop_counter
+        counter = with_defaults(self._run.backend).flops
         if self._run.cfg.peak_tflops is not None or counter is None or counter.dtype is None:
             return self._run.cfg.peak_tflops
         return find_peak_tflops(self._run.cfg.model_device, counter.dtype)

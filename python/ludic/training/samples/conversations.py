@@ -1,4 +1,4 @@
-"""Tokenises conversations, with a mask on the assistant's tokens.
+"""Tokenises conversations, with a mask on the assistant's tokens, and plain text.
 
 There are two ways to find the assistant's tokens:
 
