@@ -1,12 +1,14 @@
-"""Exceptions can be caught by their standard Python types."""
+"""Exceptions can be caught by their standard Python types; values are checked by rules."""
 
 import inspect
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 import ludic.errors
-from ludic.errors import LudicError, MissingExtraError, shorten_names
+from ludic.errors import ConfigError, DataError, LudicError, MissingExtraError, check_value, shorten_names
 
 STANDARD = {
     "ConfigError": ValueError,
@@ -46,3 +48,43 @@ def test_a_message_lists_the_first_names_and_counts_the_rest():
     assert shorten_names(["a", "b"]) == "a, b"
     assert shorten_names({3: 1, 4: 1}, limit=1) == "3 and 1 more"
     assert shorten_names([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "rules", "message"),
+    [
+        (0, {"least": 1}, "must be at least 1"),
+        (1.5, {"above": 0, "most": 1}, "must be above 0 and at most 1"),
+        (1, {"least": 0, "below": 1}, "must be at least 0 and below 1"),
+        (float("inf"), {"above": 0, "below": float("inf")}, "must be above 0 and finite"),
+        (float("nan"), {"least": 0}, "must be at least 0"),
+        (True, {"whole": True, "least": 0}, "must be a whole number, at least 0"),
+        (2.0, {"whole": True}, "must be a whole number"),
+        (None, {"least": 0}, "must be at least 0"),
+        ("1", {"least": 0}, "must be at least 0"),
+        ("fulll", {"choices": ("auto", "full")}, "must be one of auto, full; did you mean full?"),
+        (None, {"choices": ("auto",)}, "must be one of auto"),
+    ],
+)
+def test_a_value_that_breaks_a_rule_is_named_with_the_rule_and_the_hint(value, rules, message):
+    with pytest.raises(ConfigError) as caught:
+        check_value("x", value, "leave it out", **rules)
+    assert str(caught.value) == f"x ({value!r}) {message}; leave it out"
+    with pytest.raises(DataError):
+        check_value("x", value, error=DataError, **rules)
+
+
+@pytest.mark.parametrize(
+    ("value", "rules"),
+    [
+        (1, {"whole": True, "least": 1}),
+        (np.float32(0.5), {"above": 0, "below": 1}),
+        (Fraction(1, 2), {"most": 1}),
+        ("auto", {"choices": ("auto",)}),
+        (None, {"optional": True, "whole": True, "least": 1}),
+        (None, {"optional": True, "choices": ("auto",)}),
+        ([], {}),
+    ],
+)
+def test_a_value_that_keeps_its_rules_is_accepted(value, rules):
+    check_value("x", value, **rules)

@@ -3,11 +3,14 @@ that either can be caught; the exit statuses of processes; and what messages are
 
 from __future__ import annotations
 
+import math
+import operator
 import traceback
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal
+from numbers import Real
+from typing import Any, Literal, TypedDict, Unpack
 
 from ludic.distribution import install_command
 
@@ -207,6 +210,64 @@ class PublishError(LudicError, RuntimeError):
 
 class PublishTimeoutError(PublishError, TimeoutError):
     """A server took too long to accept new weights."""
+
+
+class Rules(TypedDict, total=False):
+    """What a value must be."""
+
+    optional: bool
+    """Or None."""
+    whole: bool
+    """A whole number, and no bool."""
+    least: float
+    """At least this."""
+    above: float
+    """Greater than this."""
+    most: float
+    """At most this."""
+    below: float
+    """Less than this; infinity allows every finite number."""
+    choices: Collection[Any]
+    """One of these."""
+
+
+_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+def check_value(
+    name: str, value: Any, hint: str = "", *, error: Callable[[str], Exception] = ConfigError, **rules: Unpack[Rules]
+) -> None:
+    """Raise `error` if a value breaks one of the rules. The message ends with the `hint`.
+
+    >>> check_value("top_p", 1.5, "1 keeps all tokens", above=0, most=1)
+    Traceback (most recent call last):
+    ludic.errors.ConfigError: top_p (1.5) must be above 0 and at most 1; 1 keeps all tokens
+    """
+    broken = find_broken_rule(value, **rules)
+    if broken is not None:
+        raise error(f"{name} ({value!r}) {broken}{f'; {hint}' if hint else ''}")
+
+
+def find_broken_rule(value: Any, **rules: Unpack[Rules]) -> str | None:
+    """What the value must be and is not, for a message: `must be at least 1`. None if it keeps all
+    rules. NaN and values that are no numbers break every bound."""
+    if value is None and rules.get("optional"):
+        return None
+    if "choices" in rules:
+        known = [str(choice) for choice in rules["choices"]]
+        return None if value in rules["choices"] else f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}"
+    bounds = {name: bound for name, bound in rules.items() if name in _BOUNDS}
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    is_right_type = is_whole if rules.get("whole") else isinstance(value, Real) or not bounds
+    if is_right_type and all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
+        return None
+    limits = " and ".join("finite" if bound == math.inf else f"{_BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
+    return "must be " + ", ".join((["a whole number"] if rules.get("whole") else []) + ([limits] if limits else []))
 
 
 def error_location(error: BaseException, file: str | None = None) -> str:

@@ -4,25 +4,17 @@ them to a whole recipe. Rules between settings that these cannot express are fun
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT, Field, field, fields, is_dataclass
 from functools import reduce
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from omegaconf import MISSING
 
-from ludic.errors import ConfigError, did_you_mean
-
-_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "least": ("at least", operator.ge),
-    "above": ("above", operator.gt),
-    "most": ("at most", operator.le),
-    "below": ("below", operator.lt),
-}
+from ludic.errors import ConfigError, Rules as ValueRules, find_broken_rule
 
 
-class Rules(TypedDict, total=False):
+class Rules(ValueRules, total=False):
     """The rules of a setting. Null is always allowed.
 
     `needs` and `excludes` are conditions on other settings, separated by ` or `: `place.on=ray` is
@@ -30,16 +22,6 @@ class Rules(TypedDict, total=False):
     is not at its default.
     """
 
-    least: float
-    """The value is at least this."""
-    above: float
-    """It is greater than this."""
-    most: float
-    """It is at most this."""
-    below: float
-    """It is less than this."""
-    choices: Sequence[str]
-    """It is one of these."""
     needs: str
     """It may be set only if one of these conditions is true."""
     excludes: str
@@ -76,11 +58,9 @@ def _list_settings(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any],
 def _find_problem(recipe: Any, path: str, item: Field[Any], value: Any) -> str | None:
     rules = item.metadata
     hint = f"; {rules['hint']}" if "hint" in rules else ""
-    for name, (words, holds) in _BOUNDS.items():
-        if name in rules and not holds(value, rules[name]):
-            return f"must be {words} {rules[name]}{'' if 'needs' in rules or 'excludes' in rules else hint}"
-    if "choices" in rules and value not in rules["choices"]:
-        return f"must be one of {', '.join(rules['choices'])}{did_you_mean(str(value), rules['choices'])}{hint}"
+    broken = find_broken_rule(value, **{name: rule for name, rule in rules.items() if name in ValueRules.__annotations__})
+    if broken is not None:
+        return f"{broken}{hint if 'choices' in rules or not rules.keys() & {'needs', 'excludes'} else ''}"
     if value == _default(item):
         return None
     if "needs" in rules and not any(_is_true(recipe, each) for each in rules["needs"].split(" or ")):

@@ -11,9 +11,9 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields
-from typing import Any, Literal, TypeVar, cast, dataclass_transform, get_args
+from typing import Any, Literal, TypeVar, Unpack, cast, dataclass_transform, get_args
 
-from ludic.errors import BudgetError, ConfigError, did_you_mean
+from ludic.errors import BudgetError, ConfigError, Rules, check_value, did_you_mean
 
 Packing = Literal["optimal", "greedy", "padding_free"]
 LogitsPath = Literal["auto", "full", "chunked"]
@@ -21,14 +21,20 @@ PrefixSharing = Literal["auto", "off", "tree"]
 SchedulerType = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 SCHEDULER_TYPES: tuple[str, ...] = get_args(SchedulerType)
-CHOICES = {"packing": get_args(Packing), "logits": get_args(LogitsPath), "prefix_sharing": get_args(PrefixSharing)}
+CHOICES = {
+    "packing": get_args(Packing),
+    "logits": get_args(LogitsPath),
+    "prefix_sharing": get_args(PrefixSharing),
+    "lr_scheduler_type": SCHEDULER_TYPES,
+    "mixed_precision_dtype": ("bf16",),
+    "early_stopping_mode": ("auto", "min", "max"),
+}
 LEAST = {
     **dict.fromkeys(("pad_token_id", "overhead_tokens", "seed", "max_lag", "warmup_steps", "sync_every_steps"), 0),
     **dict.fromkeys(("max_seq_len", "micro_token_budget", "minibatches_per_batch", "epochs_per_batch", "max_empty_batches"), 1),
     **dict.fromkeys(("early_stopping_patience", "log_every", "eval_concurrency", "eval_max_steps", "eval_every_n_steps"), 1),
 }
 """The least values of settings that are whole numbers."""
-MAY_BE_NONE = ("max_lag", "early_stopping_patience", "eval_every_n_steps")
 
 _SIZES_REMEDY = "micro-batches are now sized by tokens: set max_seq_len and micro_token_budget"
 _REMOVED_SETTINGS = {
@@ -241,51 +247,32 @@ class TrainerConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for an invalid value or combination. The trainer calls this
         again."""
-        self._check_optimizer()
         if self.pad_token_id is None:
             raise ConfigError("pad_token_id is None; pass tokenizer.pad_token_id, or its eos_token_id if it has no pad token")
         for name, least in LEAST.items():
-            value = getattr(self, name)
-            is_integer = isinstance(value, int) and not isinstance(value, bool)
-            is_valid = (is_integer and value >= least) or (value is None and name in MAY_BE_NONE)
-            _require(is_valid, name, value, f"be a whole number >= {least}")
-        check_budget(self.micro_token_budget, self.max_seq_len)
+            self._check(name, whole=True, least=least)
         for name, choices in CHOICES.items():
-            _require(getattr(self, name) in choices, name, getattr(self, name), f"be one of {', '.join(choices)}")
-        self._check_schedule()
-        if self.eval_timeout_s is not None:
-            _require(self.eval_timeout_s > 0, "eval_timeout_s", self.eval_timeout_s, "be > 0, or None for no limit")
-
-    def _check_optimizer(self) -> None:
-        _require(_is_finite(self.lr) and self.lr >= 0, "lr", self.lr, "be a finite number >= 0")
-        _require(_is_finite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", self.weight_decay, "be >= 0")
-        _require(_is_finite(self.eps) and self.eps > 0, "eps", self.eps, "be > 0")
-        is_valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _require(is_valid, "betas", self.betas, "be two numbers in [0, 1)")
-        if self.max_grad_norm is not None:
-            _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "be > 0; None turns clipping off")
-        if self.peak_tflops is not None:
-            is_valid = _is_finite(self.peak_tflops) and self.peak_tflops > 0
-            _require(is_valid, "peak_tflops", self.peak_tflops, "be a number > 0, such as 989 for an H100; None looks it up")
-        is_valid = _is_finite(self.temperature) and self.temperature > 0
-        _require(is_valid, "temperature", self.temperature, "be a finite number > 0; 1 leaves the policy unchanged")
-        is_known = self.mixed_precision_dtype in (None, "bf16")
-        _require(is_known, "mixed_precision_dtype", self.mixed_precision_dtype, 'be "bf16", or None for the model\'s own dtype')
-
-    def _check_schedule(self) -> None:
-        if self.lr_scheduler_type is not None:
-            is_known = self.lr_scheduler_type in SCHEDULER_TYPES
-            rule = f"be one of {', '.join(SCHEDULER_TYPES)}, or None for a constant rate"
-            _require(is_known, "lr_scheduler_type", self.lr_scheduler_type, rule)
-        if self.warmup_ratio is not None:
-            _require(0 <= self.warmup_ratio <= 1, "warmup_ratio", self.warmup_ratio, "be in [0, 1]")
+            self._check(name, choices=choices)
+        for name in ("lr", "weight_decay"):
+            self._check(name, least=0, below=math.inf)
+        self._check("eps", above=0, below=math.inf)
+        check_value("betas", len(self.betas), "give two numbers", least=2, most=2)
+        for beta in self.betas:
+            check_value("betas", beta, least=0, below=1)
+        self._check("max_grad_norm", "None turns clipping off", optional=True, above=0)
+        self._check("peak_tflops", "989 for an H100; None looks it up", above=0, below=math.inf)
+        self._check("temperature", "1 leaves the policy unchanged", above=0, below=math.inf)
+        self._check("eval_timeout_s", "None means no limit", above=0)
+        for name in ("warmup_ratio", "lr_min_ratio"):
+            self._check(name, least=0, most=1)
+        self._check("early_stopping_min_delta", least=0)
+        check_budget(self.micro_token_budget, self.max_seq_len)
         if self.lr_scheduler_type is None and (self.warmup_steps or self.warmup_ratio):
             raise ConfigError('warmup_steps and warmup_ratio need lr_scheduler_type, for example "constant_with_warmup"')
-        _require(0 <= self.lr_min_ratio <= 1, "lr_min_ratio", self.lr_min_ratio, "be in [0, 1]: a fraction of lr")
-        mode = self.early_stopping_mode
-        _require(mode in ("auto", "min", "max"), "early_stopping_mode", mode, "be auto, min or max")
-        delta = self.early_stopping_min_delta
-        _require(delta >= 0, "early_stopping_min_delta", delta, "be >= 0")
+
+    def _check(self, name: str, hint: str = "", **rules: Unpack[Rules]) -> None:
+        rules.setdefault("optional", getattr(TrainerConfig, name) is None)
+        check_value(name, getattr(self, name), hint, **rules)
 
 
 def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
@@ -301,12 +288,3 @@ def _read_pad_token(tokenizer: Any) -> int:
     if pad_token_id is None:
         raise ConfigError("the tokenizer has neither a padding token nor an end token; pass an id as pad_token_id")
     return int(pad_token_id)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} ({value}) must {rule}")

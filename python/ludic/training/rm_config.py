@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ludic.errors import BudgetError, ConfigError
+from ludic.errors import BudgetError, ConfigError, check_value
 from ludic.training.config import TrainerConfig, config_dataclass
 from ludic.training.samples.preference import PREFERENCE_KEYS
 
@@ -55,10 +55,8 @@ class RMTrainerConfig(TrainerConfig):
         missing = [key for key in PREFERENCE_KEYS if key not in self.rm_meta_keys]
         if self.rm_pair_aware and missing:
             raise ConfigError(f"rm_meta_keys {tuple(self.rm_meta_keys)} must have {', '.join(missing)}; pairs are found by them")
-        if self.rm_calibration_bins < 1:
-            raise ConfigError(f"rm_calibration_bins ({self.rm_calibration_bins}) must be >= 1")
-        if not (math.isfinite(self.backbone_lr_mult) and self.backbone_lr_mult >= 0):
-            raise ConfigError(f"backbone_lr_mult ({self.backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
+        check_value("rm_calibration_bins", self.rm_calibration_bins, least=1)
+        check_value("backbone_lr_mult", self.backbone_lr_mult, "1.0 is the head's rate", least=0, below=math.inf)
 
 
 @config_dataclass

@@ -106,12 +106,12 @@ def test_configurations_read_back_what_they_wrote():
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
-        (lambda: SFTTrainingConfig(0, 1), "num_steps .0. must be at least 1"),
+        (lambda: SFTTrainingConfig(0, 1), "num_steps .0. .*at least 1"),
         (lambda: SFTTrainingConfig(1, 1.5), "batch_size .1.5. must be a whole number"),
         (lambda: SFTTrainingConfig(1, True), "batch_size .True. must be a whole number"),
         (lambda: SFTTrainingConfig(1, 1, seed="a"), "seed"),
         (lambda: SFTTrainingConfig.from_dict({"num_steps": 1, "batchsize": 1}), "did you mean batch_size"),
-        (lambda: RLTrainingConfig(1, sync_every=0), "sync_every .0. must be at least 1"),
+        (lambda: RLTrainingConfig(1, sync_every=0), "sync_every .0. .*at least 1"),
         (lambda: RLTrainingConfig(1, advantage="autp"), "did you mean auto"),
         (lambda: RLTrainingConfig(1, baseline=float("nan")), "baseline"),
         (lambda: RolloutConfig(1), "needs generate_fn"),

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from ludic.errors import ConfigError, ConfigTypeError, DataError, did_you_mean
+from ludic.errors import ConfigError, ConfigTypeError, DataError, check_value, did_you_mean
 from ludic.event_loop import ImmediateTrainFuture, TrainFuture
 from ludic.rollouts.training.packed_columns import pack_columns, unpack_columns
 from ludic.training.rollouts.batch_selection import choose_max_lag
@@ -203,7 +203,8 @@ class SFTTrainingConfig(_Config):
     """The order of the samples in each pass."""
 
     def __post_init__(self) -> None:
-        _check_counts(self, num_steps=1, batch_size=1, log_every=1, checkpoint_every=1, seed=-math.inf)
+        _check_counts(self, num_steps=1, batch_size=1, log_every=1, checkpoint_every=1)
+        check_value("seed", self.seed, whole=True)
 
 
 Advantage = Literal["auto", "baseline"]
@@ -232,8 +233,9 @@ class RLTrainingConfig(_Config):
 
     def __post_init__(self) -> None:
         counts = ("num_steps", "sync_every", "log_every", "checkpoint_every", "epochs_per_batch", "minibatches_per_batch")
-        _check_counts(self, **dict.fromkeys(counts, 1), seed=-math.inf)
-        _check_choice(self, "advantage", Advantage)
+        _check_counts(self, **dict.fromkeys(counts, 1))
+        check_value("seed", self.seed, whole=True)
+        check_value("advantage", self.advantage, choices=get_args(Advantage))
         if not math.isfinite(self.baseline):
             raise ConfigError(f"baseline ({self.baseline}) must be a finite number: it is subtracted from every reward")
 
@@ -300,16 +302,14 @@ class RolloutConfig(_Config):
     _FUNCTIONS = ("generate_fn", "reward_fn", "filter_fn")
 
     def __post_init__(self) -> None:
-        _check_counts(self, batch_size=1, n_samples_per_prompt=1, max_retries=0, patience=1, seed=-math.inf)
-        if self.max_lag is not None:
-            _check_counts(self, max_lag=0)
-        if self.max_concurrency is not None:
-            _check_counts(self, max_concurrency=1)
-        _check_choice(self, "order", Order)
-        _check_choice(self, "on_exhausted", OnExhausted)
+        _check_counts(self, batch_size=1, n_samples_per_prompt=1, max_retries=0, patience=1)
+        check_value("max_lag", self.max_lag, optional=True, whole=True, least=0)
+        check_value("max_concurrency", self.max_concurrency, optional=True, whole=True, least=1)
+        check_value("seed", self.seed, whole=True)
+        check_value("order", self.order, choices=get_args(Order))
+        check_value("on_exhausted", self.on_exhausted, choices=get_args(OnExhausted))
+        check_value("outage_patience_s", self.outage_patience_s, least=0, below=math.inf)
         choose_max_lag(self.over_sampling_factor, self.max_lag)
-        if not 0 <= self.outage_patience_s < math.inf:
-            raise ConfigError(f"outage_patience_s ({self.outage_patience_s}) must be >= 0 seconds, and finite")
         if self.generate_fn is None:
             raise ConfigError("RolloutConfig needs generate_fn, a function of a list of prompts that returns one Sample for each")
         for name in self._FUNCTIONS:
@@ -331,17 +331,6 @@ class RolloutConfig(_Config):
         return cls._read(data, generate_fn=generate_fn, reward_fn=reward_fn, filter_fn=filter_fn)
 
 
-def _check_counts(config: _Config, **least: float) -> None:
+def _check_counts(config: _Config, **least: int) -> None:
     for name, lowest in least.items():
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{name} ({value!r}) must be a whole number, not {type(value).__name__}")
-        if value < lowest:
-            raise ConfigError(f"{name} ({value}) must be at least {lowest}")
-
-
-def _check_choice(config: _Config, name: str, choices: Any) -> None:
-    value = getattr(config, name)
-    if value not in get_args(choices):
-        known = get_args(choices)
-        raise ConfigError(f"{name} ({value!r}) must be one of {', '.join(known)}{did_you_mean(str(value), known)}")
+        check_value(name, getattr(config, name), whole=True, least=lowest)
