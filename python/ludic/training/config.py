@@ -151,7 +151,7 @@ class TrainerConfig:
     """Log peak memory of forward and backward passes (CUDA)."""
     peak_tflops: float | None = None
     """Peak of one device in 10^12 FLOPs per second, for `perf/mfu`. None means the vendor's, if the
-    device is known (`training.hardware`)."""
+    device is known (`training.loop.profiler`)."""
     log_every: int = 1
     """Compute and log statistics every this many steps."""
     pad_token_id: int = 0

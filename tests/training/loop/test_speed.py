@@ -78,3 +78,35 @@ def test_the_peak_of_a_known_device_follows_the_dtype_of_the_products(monkeypatc
 def test_a_peak_must_be_positive(peak):
     with pytest.raises(ConfigError, match=r"peak_tflops .* must be above 0"):
         cpu_config(peak_tflops=peak)
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "rounded", "single"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312, 156, 19.5),
+        ("NVIDIA H100 80GB HBM3", 989.4, 494.7, 67),
+        ("NVIDIA H100 PCIe", 756, 378, 51),
+        ("NVIDIA H200", 989.4, 494.7, 67),
+        ("NVIDIA B200", 2250, 1125, 75),
+        ("NVIDIA L40S", 362.05, 183, 91.6),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6, 82.6),
+        ("NVIDIA A10", 125, 62.5, 31.2),
+        ("AMD Instinct MI300X", 1307.4, 653.7, 163.4),
+    ],
+)
+def test_the_peak_of_a_device_follows_its_name_and_the_dtype(name, half, rounded, single):
+    assert profiler.peak_of(name, torch.bfloat16) == half
+    assert profiler.peak_of(name, torch.float32, tf32=True) == rounded
+    assert profiler.peak_of(name, torch.float32) == single
+    assert profiler.peak_of(name, torch.float64) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 NVL", "NVIDIA A10G", "H1000"]
+)
+def test_other_devices_have_no_known_peak(name):
+    assert profiler.peak_of(name, torch.bfloat16) is None
+
+
+def test_the_cpu_has_no_known_peak():
+    assert profiler.find_peak_tflops("cpu", torch.float32) is None

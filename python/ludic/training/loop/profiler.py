@@ -15,7 +15,6 @@ from ludic.errors import ConfigError
 from ludic.models.flops import FlopCounter
 from ludic.training import ranks
 from ludic.training.backend.protocol import with_defaults
-from ludic.training.hardware import find_peak_tflops
 from ludic.training.loop.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -152,3 +151,42 @@ class Speed:
         if self._run.cfg.peak_tflops is not None or counter is None or counter.dtype is None:
             return self._run.cfg.peak_tflops
         return find_peak_tflops(self._run.cfg.model_device, counter.dtype)
+
+
+PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
+    "GB200": (2500, 1250, 80),
+    "B200": (2250, 1125, 75),
+    "H200": (989.4, 494.7, 67),
+    "H100 PCIe": (756, 378, 51),
+    "H100": (989.4, 494.7, 67),
+    "A100": (312, 156, 19.5),
+    "A10": (125, 62.5, 31.2),
+    "L40S": (362.05, 183, 91.6),
+    "L4": (121, 60, 30.3),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "MI300X": (1307.4, 653.7, 163.4),
+}
+"""Peaks of a device in 10^12 FLOPs per second without sparsity, by words of its name: of bfloat16
+and float16, of TF32, and of float32. From the data sheets and architecture papers of NVIDIA and
+AMD, which give most peaks with sparsity: twice as much. GeForce: with float32 sums."""
+OTHER_CHIPS = frozenset({"MIG", "NVL", "Laptop", "Max-Q", "D"})
+"""Words in the names of slower variants, and of parts of a GPU, whose peaks are not known here."""
+
+
+def find_peak_tflops(device: torch.device | str, dtype: torch.dtype) -> float | None:
+    """The peak of a device that computes in `dtype`, in 10^12 FLOPs per second; None if it is not
+    in `PEAK_TFLOPS`. Float32 is TF32 where torch may round products to that."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return peak_of(torch.cuda.get_device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+
+
+def peak_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+    """`find_peak_tflops` of a device of this name, such as `NVIDIA A100-SXM4-80GB`."""
+    words = {*name.split(), *(word.partition("-")[0] for word in name.split())}
+    found = [peaks for chip, peaks in PEAK_TFLOPS.items() if words >= set(chip.split())]
+    if not found or words & OTHER_CHIPS or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    half, rounded, single = found[0]
+    return half if dtype != torch.float32 else rounded if tf32 else single
