@@ -13,7 +13,7 @@ from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.inference.request import derive_seed
 from ludic.interaction import SingleAgentProtocol, TraceCollector, merge_step_info
-from ludic.interaction.base import SingleAgentSyncProtocol, _has_async_env_methods
+from ludic.interaction.single_agent import SingleAgentSyncProtocol, _has_async_env_methods
 from ludic.parsers import ParseResult
 from ludic.types import Step, StepOutcome
 

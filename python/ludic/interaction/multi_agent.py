@@ -12,7 +12,7 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.event_loop import run_contained
 from ludic.inference.request import InferenceSpec, agent_seed
-from ludic.interaction.base import (
+from ludic.interaction.single_agent import (
     Answer,
     InteractionProtocol,
     await_results,

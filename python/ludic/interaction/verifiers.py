@@ -8,7 +8,7 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
 from ludic.inference.request import InferenceSpec, ReturnSpec, derive_seed
-from ludic.interaction.base import InteractionProtocol
+from ludic.interaction.single_agent import InteractionProtocol
 from ludic.types import Rollout
 
 

@@ -229,11 +229,13 @@ def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Overr
 
 
 def _read_bases(name: str) -> Iterator[tuple[str, DictConfig]]:
-    """The built-in recipe `name`, before it those that it begins with. Its key `recipe` names the
-    next one, as in a user's file."""
+    """The built-in recipe `name`, before it those that it begins with, and the defaults first. Its
+    key `recipe` names the next one, as in a user's file."""
     layer = deepcopy(read_builtin(name))
     if layer.recipe != name:
         yield from _read_bases(layer.recipe)
+    else:
+        yield "defaults", read_defaults("train")
     layer.recipe = name
     yield f"recipe {name}", layer
 
@@ -250,6 +252,13 @@ def read_builtin(name: str, command: str = "train") -> DictConfig:
             remedy = f" of ludic {command}; there is {' and '.join(others)}"
         raise ConfigError(f"there is no recipe {name!r}{remedy}")
     return cast(DictConfig, OmegaConf.create((_find_builtin(command) / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def read_defaults(command: str) -> DictConfig:
+    """The settings that the recipes of a command have in common, as they are before any other."""
+    return cast(
+        DictConfig, OmegaConf.create((files("ludic.recipes") / "defaults" / f"{command}.yaml").read_text(encoding="utf-8"))
+    )
 
 
 def read_yaml(path: Path) -> DictConfig:

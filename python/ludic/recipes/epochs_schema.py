@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Optional, TypeVar, cast
 
@@ -14,7 +13,15 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.data.formats import AUTO, FORMATS
 from ludic.errors import ConfigError
-from ludic.recipes.compose import LOADED_MODEL, list_builtin_recipes, read_builtin, read_yaml, resolve_layers, split_arguments
+from ludic.recipes.compose import (
+    LOADED_MODEL,
+    list_builtin_recipes,
+    read_builtin,
+    read_defaults,
+    read_yaml,
+    resolve_layers,
+    split_arguments,
+)
 from ludic.recipes.overrides import Override, parse_flags
 from ludic.recipes.processes import RanksSection, TrainersSection, check_place
 from ludic.recipes.rules import check_settings, setting
@@ -91,9 +98,7 @@ def compose_epochs(recipe: type[R], arguments: Sequence[str | Override], *, comm
 
 
 def _read_layers(command: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
-    base = cast(
-        DictConfig, OmegaConf.create((files("ludic.recipes") / "defaults" / f"{command}.yaml").read_text(encoding="utf-8"))
-    )
+    base = read_defaults(command)
     user = _read_source(command, source) if source else OmegaConf.create({})
     model = {override.key: override.value for override in overrides}.get("model", user.get("model", base.model))
     for where, layer in (("defaults", base), (str(source), user)):

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
 from ludic.envs.code_exec.backend import UnsafeSubprocessPool
 from ludic.envs.code_exec.in_sandbox.leftovers import MEMORY_FIELDS
-from ludic.envs.code_exec.in_sandbox.runs import last_number
+from ludic.envs.code_exec.in_sandbox.run_program import last_number
 from ludic.envs.code_exec.runners import StdinStdoutRunner
 from ludic.envs.code_exec.types import BatchExecutionSpec, CompileResult, CompileStatus, ExecutionResult, RunStatus, TestCase
 from ludic.errors import GradingError

@@ -21,7 +21,7 @@ from ludic.errors import ConfigError, GradingError
 T = TypeVar("T")
 
 IN_SANDBOX = "ludic.envs.code_exec.in_sandbox"
-MODULES = ("leftovers", "watch", "runs")
+MODULES = ("leftovers", "watch", "run_program")
 """Of the first process. Each imports only those before it."""
 BOOT = """
 import base64, json, sys, types, zlib

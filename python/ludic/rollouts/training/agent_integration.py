@@ -20,7 +20,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.event_loop import await_if_needed
 from ludic.inference.client import ChatClient
 from ludic.inference.request import InferenceSpec, ReturnSpec
-from ludic.interaction.base import SingleAgentProtocol
+from ludic.interaction.single_agent import SingleAgentProtocol
 from ludic.parsers import Parser, ParseResult
 from ludic.rollouts.training.datasets.dataset_loaders import make_sample
 from ludic.rollouts.training.samples import sample_of_rollout

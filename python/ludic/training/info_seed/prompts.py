@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
-from ludic.interaction.base import await_results
+from ludic.interaction.single_agent import await_results
 from ludic.training.info_seed.seed_tags import SEED_ID, InfoSeed, check_template, tag_prompt
 from ludic.training.rollouts.requests import GRPORequestStrategy
 from ludic.training.types import RolloutRequest

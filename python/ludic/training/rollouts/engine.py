@@ -13,7 +13,7 @@ from ludic.errors import ConfigError, DataError, RolloutError
 from ludic.event_loop import await_if_needed, describe_error, is_being_cancelled, run_contained, run_to_completion
 from ludic.inference.client import new_episode
 from ludic.inference.request import ReturnSpec
-from ludic.interaction.base import InteractionProtocol
+from ludic.interaction.single_agent import InteractionProtocol
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.rollouts.episodes import (
     CutOffWarnings,

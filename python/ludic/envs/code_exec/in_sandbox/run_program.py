@@ -1,5 +1,5 @@
-"""Reads requests and answers them, one after another: forks a child that becomes a program,
-compiles it or runs it, and says what became of it."""
+"""Runs the programs of a sandbox: reads requests and answers them one after another, forks a child
+that becomes a program, compiles it or runs it, and says what became of it."""
 
 from __future__ import annotations
 

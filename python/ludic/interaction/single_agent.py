@@ -1,5 +1,5 @@
-"""The interface of interaction protocols, the steps that they build from an agent's answers and the
-outcomes of the environment, and the protocol of one agent in one environment."""
+"""How one agent plays an episode in one environment; the interface of interaction protocols; and
+the steps that they make of an agent's answers and the outcomes of the environment."""
 
 from __future__ import annotations
 
