@@ -1,7 +1,7 @@
 """The schema of a recipe: every setting of a recipe file or the command line.
 
-Values come from the built-in recipes (`builtin/*.yaml`) and, for the two `trainer` sections, from
-`TrainerConfig`. The classes here only give names, types and help texts.
+Values come from `defaults/train.yaml`, the built-in recipes (`builtin/*.yaml`) and, for the two
+`trainer` sections, from `TrainerConfig`. The classes here only give names, types and help texts.
 """
 
 from __future__ import annotations
