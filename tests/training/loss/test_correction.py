@@ -159,7 +159,7 @@ def test_invalid_settings_are_refused(wrong):
 
 
 def test_the_bounds_of_icepop_must_be_in_order():
-    with pytest.raises(ConfigError, match=r"low \(5.0\) must be below high \(0.5\)"):
+    with pytest.raises(ConfigError, match=r"high \(0.5\) must be above 5.0 .*low and high"):
         IcePop(low=5.0, high=0.5)
 
 

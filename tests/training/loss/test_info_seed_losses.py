@@ -194,7 +194,7 @@ def test_a_very_small_temperature_is_bounded():
 
 def test_what_is_missing_or_wrong_is_named():
     batch = pooled_batch(H.float(), SEEDS)
-    with pytest.raises(DataKeyError, match="no hidden states"):
+    with pytest.raises(DataKeyError, match=r"no hidden; .*reads_hidden"):
         pool_completions({name: value for name, value in batch.items() if name != "hidden"})
     with pytest.raises(DataKeyError, match="no seed_id"):
         SeedContrastiveLoss().compute(torch.empty(0), {name: value for name, value in batch.items() if name != "seed_id"})

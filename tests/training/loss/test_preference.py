@@ -157,7 +157,7 @@ def test_scores_can_be_action_log_probabilities():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pair_id": ["a"]}, r"meta\['pair_id'\] .*1 entries, .*2 samples"),
+        ({"pair_id": ["a"]}, r"meta\['pair_id'\] .*1 entries .*2 samples"),
         ({"label": [1.0, 0.0]}, r"pair 0 has conflicting labels \[0.0, 1.0\]"),
         ({"role": ["chosen", "worse"]}, r"role of sample 1 \('worse'\)"),
     ],
@@ -170,7 +170,7 @@ def test_wrong_metadata_is_refused(change, message):
 
 def test_missing_metadata_and_logits_that_are_not_scores_are_refused():
     logits, batch = batch_of([1.0, 0.0])
-    with pytest.raises(DataError, match=r"pair_id, role and label; .*collate_preference_items"):
+    with pytest.raises(DataError, match=r"pair_id.* 0 entries .*collate_preference_items"):
         BradleyTerryLoss().compute(logits, {name: value for name, value in batch.items() if name != "meta"})
     with pytest.raises(DataError, match=r"\[2\] or \[2, 1\], got \(2, 3\)"):
         BradleyTerryLoss().compute(torch.zeros(2, 3), batch)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ludic.errors import ConfigError, ConfigTypeError
+from ludic.errors import ConfigError, ConfigTypeError, check_value
 from ludic.training.loss.batch import Batch, Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import weigh_values
@@ -207,8 +207,7 @@ def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, n
 
 def check_token_normalizer(normalizer: Normalizer, length_normalize: bool) -> None:
     """Raise ConfigError for an unknown normalizer, and for `length_normalize` with "tokens"."""
-    if normalizer not in ("samples", "tokens"):
-        raise ConfigError(f"normalizer ({normalizer!r}) must be 'samples' or 'tokens'")
+    check_value("normalizer", normalizer, choices=("samples", "tokens"))
     if normalizer == "tokens" and length_normalize:
         raise ConfigError("normalizer='tokens' and length_normalize=True exclude each other; set only one of them")
 
@@ -216,11 +215,4 @@ def check_token_normalizer(normalizer: Normalizer, length_normalize: bool) -> No
 def check_clip(low: float | None, high: float) -> None:
     """Raise ConfigError for a negative bound of a clip range; both bounds are distances from 1."""
     for name, value in (("clip_eps_low", low), ("clip_eps_high", high)):
-        if value is not None and value < 0:
-            raise ConfigError(f"{name} must be non-negative, got {value}")
-
-
-def check_ratio_clip(ratio_clip: float | None) -> None:
-    """Raise ConfigError unless the cap on ratios is None or positive."""
-    if ratio_clip is not None and ratio_clip <= 0:
-        raise ConfigError(f"ratio_clip must be positive, got {ratio_clip}; None turns it off")
+        check_value(name, value, optional=True, least=0)

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludic.errors import DataKeyError
+
 Batch = Mapping[str, Any]
 """A collated micro-batch, in one of three layouts:
 
@@ -94,6 +96,15 @@ class BatchTotals:
     def denominator(self, normalizer: Normalizer) -> float:
         """Return the denominator of a mean over `normalizer`."""
         return {"samples": self.num_samples, "tokens": self.num_tokens, "pairs": self.num_pairs}[normalizer]
+
+
+def read_column(batch: Batch, name: str, remedy: str = "") -> Tensor:
+    """The column of a collated batch. Raises DataKeyError, which ends with the `remedy`, if there
+    is none."""
+    if name not in batch:
+        raise DataKeyError(f"the batch has no {name}{f'; {remedy}' if remedy else ''}")
+    column: Tensor = batch[name]
+    return column
 
 
 def num_rows(batch: Batch) -> int:

@@ -8,7 +8,8 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from ludic.training.loss.base import ActionLoss, check_clip, check_ratio_clip, check_token_normalizer, row_mean
+from ludic.errors import check_value
+from ludic.training.loss.base import ActionLoss, check_clip, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import capped_exp
@@ -39,7 +40,7 @@ class ClippedSurrogateLoss(ActionLoss):
             warn("clip_eps is deprecated; use clip_eps_low and clip_eps_high", DeprecationWarning, stacklevel=3)
             self.clip_eps_low = self.clip_eps_high = clip_eps
         check_clip(self.clip_eps_low, self.clip_eps_high)
-        check_ratio_clip(self.ratio_clip)
+        check_value("ratio_clip", self.ratio_clip, "None turns it off", optional=True, above=0)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage = shared.weight
@@ -83,7 +84,7 @@ class TokenClippedSurrogateLoss(ActionLoss):
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)
-        check_ratio_clip(self.ratio_clip)
+        check_value("ratio_clip", self.ratio_clip, "None turns it off", optional=True, above=0)
         check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ludic.errors import DataError, DataKeyError
-from ludic.training.loss.batch import Batch, BatchTotals, Correction, Normalizer, num_pairs, num_rows, num_targets
+from ludic.errors import DataError
+from ludic.training.loss.batch import Batch, BatchTotals, Correction, Normalizer, num_pairs, num_rows, num_targets, read_column
 from ludic.training.loss.logprobs import (
     LogitsUse,
     compute_token_entropy,
@@ -42,6 +42,9 @@ from ludic.training.loss.logprobs import (
     weigh_values,
 )
 from ludic.training.loss.token_scores import TOKEN_SCORES, TokenScores
+
+SAMPLE_LOGPS = "sample with ReturnSpec.for_rl() or set Sample.rollout_log_probs"
+"""How a batch gets the sampler's log-probabilities."""
 
 
 class TokenIndex(NamedTuple):
@@ -147,9 +150,7 @@ class SharedContext:
     @cached_property
     def sampler_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token as the sampler reported it."""
-        if "actor_logps" not in self.batch:
-            raise DataKeyError("the batch has no actor_logps; sample with ReturnSpec.for_rl() or set Sample.rollout_log_probs")
-        return self.read_logps("actor_logps")
+        return self.read_logps("actor_logps", SAMPLE_LOGPS)
 
     @cached_property
     def proximal_logp(self) -> Tensor:
@@ -162,9 +163,7 @@ class SharedContext:
     def reference_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token under the reference, without gradient. Only
         action tokens have a meaningful value."""
-        if "reference_logps" not in self.batch:
-            raise DataKeyError("the batch has no reference_logps; pass reference= to Trainer, such as FrozenModel(model, cfg)")
-        return self.read_logps("reference_logps")
+        return self.read_logps("reference_logps", "pass reference= to Trainer, such as FrozenModel(model, cfg)")
 
     @cached_property
     def old_logp(self) -> Tensor:
@@ -245,10 +244,7 @@ class SharedContext:
     @property
     def weight(self) -> Tensor:
         """[B] weight (credit) of each sample."""
-        if "weight" not in self.batch:
-            raise KeyError("the batch has no weight; collate it with collate_saw_items")
-        weight: Tensor = self.batch["weight"]
-        return weight
+        return read_column(self.batch, "weight", "collate it with collate_saw_items")
 
     @cached_property
     def token_weight(self) -> Tensor:
@@ -262,10 +258,7 @@ class SharedContext:
     def sample_column(self, name: str) -> Tensor:
         """[B] column that the algorithm's batch credit computed for the samples. Raises
         DataKeyError if it did not."""
-        if name not in self.batch:
-            raise DataKeyError(f"the batch has no {name!r}, a column of ListwiseCredit; set batch_credit= of the RLAlgorithm")
-        column: Tensor = self.batch[name]
-        return column
+        return read_column(self.batch, name, "set batch_credit= of the RLAlgorithm to ListwiseCredit")
 
     def logp_action(self, *, length_normalize: bool = False) -> Tensor:
         """[B] log-probability of each sample's action under the current model: the sum over its
@@ -276,17 +269,16 @@ class SharedContext:
     def old_logp_action(self, key: str, *, length_normalize: bool = False) -> Tensor:
         """[B] the same under the old policy: `batch[key]`, the sum of the sampled
         log-probabilities; with a correction the sum of `proximal_logp`."""
-        if key not in self.batch:
-            raise DataKeyError(f"the batch has no {key!r}; sample with ReturnSpec.for_rl() or set Sample.rollout_log_probs")
-        old: Tensor = self.batch[key]
+        old = read_column(self.batch, key, SAMPLE_LOGPS)
         if self._correction is not None:
             old = weigh_values(self.proximal_logp, self.token_mask).sum(dim=1)
         return old / self.token_counts if length_normalize else old
 
-    def read_logps(self, key: str) -> Tensor:
+    def read_logps(self, key: str, remedy: str = "") -> Tensor:
         """[B, T - 1] log-probabilities from `batch[key]`, which has the layout of `input_ids`: a
-        loss reads columns of its own with it."""
-        logps: Tensor = self.batch[key]
+        loss reads columns of its own with it. Without the column it raises DataKeyError, which ends
+        with the `remedy`."""
+        logps = read_column(self.batch, key, remedy)
         if logps.shape != self.input_ids.shape:
             raise DataError(f"{key} {tuple(logps.shape)} must have the shape of input_ids {tuple(self.input_ids.shape)}")
         return self._by_sample(logps[:, 1:].float())

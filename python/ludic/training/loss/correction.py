@@ -25,7 +25,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.training.loss.batch import Correction
 from ludic.training.loss.logprobs import capped_exp
 
@@ -47,7 +47,8 @@ class TruncatedImportanceSampling:
     level: Level = "token"
 
     def __post_init__(self) -> None:
-        _check(self.level, cap=self.cap)
+        check_value("level", self.level, choices=LEVELS)
+        check_value("cap", self.cap, above=0, below=math.inf)
 
     def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         return capped_exp(_at_level(log_ratio, self.level), self.cap)
@@ -66,7 +67,8 @@ class MaskedImportanceSampling:
     level: Level = "token"
 
     def __post_init__(self) -> None:
-        _check(self.level, cap=self.cap)
+        check_value("level", self.level, choices=LEVELS)
+        check_value("cap", self.cap, above=0, below=math.inf)
 
     def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         at_level = _at_level(log_ratio, self.level)
@@ -85,9 +87,8 @@ class IcePop:
     high: float = 5.0
 
     def __post_init__(self) -> None:
-        _check("token", low=self.low, high=self.high)
-        if self.low >= self.high:
-            raise ConfigError(f"low ({self.low}) must be below high ({self.high}): weights between them are kept")
+        check_value("low", self.low, above=0)
+        check_value("high", self.high, "weights between low and high are kept", above=self.low, below=math.inf)
 
     def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         outside = (log_ratio < math.log(self.low)) | (log_ratio > math.log(self.high))
@@ -107,8 +108,7 @@ def resolve_correction(correction: Correction | str | None) -> Correction | None
     ConfigError for an unknown name."""
     if not isinstance(correction, str):
         return correction
-    if correction not in CORRECTIONS:
-        raise ConfigError(f"correction ({correction!r}) must be {', '.join(CORRECTIONS)}, an object with `weights`, or None")
+    check_value("correction", correction, "or pass an object with `weights`", choices=CORRECTIONS)
     return CORRECTIONS[correction]()
 
 
@@ -116,11 +116,3 @@ def _at_level(log_ratio: Tensor, level: Level) -> Tensor:
     """[B, T - 1] log-ratio of each token, or, at every token, the sum over its sample. Example:
     [1, 2, 0] gives [3, 3, 3] for "sequence"."""
     return log_ratio if level == "token" else log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
-
-
-def _check(level: str, **bounds: float) -> None:
-    if level not in LEVELS:
-        raise ConfigError(f"level ({level!r}) must be 'token' or 'sequence'")
-    for name, value in bounds.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} ({value}) must be a finite number > 0: it bounds a ratio of probabilities")

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from torch import Tensor, where
 from torch.nn.functional import logsigmoid
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.training.loss.base import ActionLoss, ScoreType
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
@@ -67,14 +67,10 @@ class DPOLoss(ActionLoss):
     score_type: ScoreType = "logprob"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.beta) and self.beta > 0):
-            raise ConfigError(f"beta ({self.beta}) must be a finite number > 0; 0.1 is customary")
-        if self.loss_type not in get_args(DPOLossType):
-            raise ConfigError(f"loss_type ({self.loss_type!r}) must be one of {', '.join(get_args(DPOLossType))}")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(f"label_smoothing ({self.label_smoothing}) must be in [0, 0.5)")
-        if not (math.isfinite(self.nll_coeff) and self.nll_coeff >= 0):
-            raise ConfigError(f"nll_coeff ({self.nll_coeff}) must be a finite number >= 0; 0 leaves the term out")
+        check_value("beta", self.beta, "0.1 is customary", above=0, below=math.inf)
+        check_value("loss_type", self.loss_type, choices=get_args(DPOLossType))
+        check_value("label_smoothing", self.label_smoothing, least=0, below=0.5)
+        check_value("nll_coeff", self.nll_coeff, "0 leaves the term out", least=0, below=math.inf)
 
     @property
     def divides_by_length(self) -> bool:

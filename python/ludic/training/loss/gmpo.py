@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludic.training.loss.base import ActionLoss, check_clip, check_ratio_clip
+from ludic.errors import check_value
+from ludic.training.loss.base import ActionLoss, check_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import capped_exp
@@ -35,7 +36,7 @@ class GMPOLoss(ActionLoss):
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)
-        check_ratio_clip(self.ratio_clip)
+        check_value("ratio_clip", self.ratio_clip, "None turns it off", optional=True, above=0)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         sign = shared.weight.sign()[:, None]

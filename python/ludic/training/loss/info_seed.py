@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError, DataKeyError
+from ludic.errors import check_value
 from ludic.training.loss.base import ActionLoss
-from ludic.training.loss.batch import Batch, Stats
+from ludic.training.loss.batch import Batch, Stats, read_column
 from ludic.training.loss.context import SharedContext
 
 Pooling = Literal["mean", "last"]
@@ -38,10 +38,9 @@ def pool_completions(batch: Batch, pooling: Pooling = "mean") -> Tensor:
 
     Example: states [p, a, b, pad] with action mask [0, 1, 1, 0] have mean (a + b) / 2 and last b.
     """
-    if HIDDEN not in batch:
-        raise DataKeyError("the batch has no hidden states, which InfoSeed pools; train with a loss that has reads_hidden")
+    hidden = read_column(batch, HIDDEN, "train with a loss that has reads_hidden")
     shared = SharedContext(batch["input_ids"], batch)
-    mask, index, hidden = shared.token_mask, shared.token_index, batch[HIDDEN]
+    mask, index = shared.token_mask, shared.token_index
     if index is None:
         sample, column = mask.nonzero(as_tuple=True)
         source = sample * mask.shape[1] + column
@@ -107,10 +106,8 @@ class SeedLoss(ActionLoss):
     pooling: Pooling
 
     def __post_init__(self) -> None:
-        if not self.coeff >= 0:
-            raise ConfigError(f"coeff ({self.coeff}) of an InfoSeed loss must be >= 0")
-        if self.pooling not in ("mean", "last"):
-            raise ConfigError(f"pooling ({self.pooling!r}) must be 'mean' or 'last'")
+        check_value("coeff", self.coeff, least=0)
+        check_value("pooling", self.pooling, choices=get_args(Pooling))
 
 
 @dataclass
@@ -131,8 +128,7 @@ class SeedContrastiveLoss(SeedLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature ({self.temperature}) of InfoNCE must be > 0")
+        check_value("temperature", self.temperature, above=0)
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """[B, D] representations and [B] seeds of the micro-batch."""
@@ -162,8 +158,7 @@ class SeedContrastiveLoss(SeedLoss):
 def seed_directions(num_seeds: int, width: int) -> Tensor:
     """[num_seeds, width] orthonormal rows, float64 on the CPU. Raises ConfigError for more seeds
     than dimensions."""
-    if num_seeds > width:
-        raise ConfigError(f"num_seeds ({num_seeds}) must be at most the width of the model ({width}) with loss='ce'")
+    check_value("num_seeds", num_seeds, "with loss='ce' the width of the model bounds it", most=width)
     drawn = torch.randn(width, num_seeds, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return torch.linalg.qr(drawn)[0].T
 
@@ -218,8 +213,6 @@ class SeedClassificationLoss(SeedLoss):
 
 def _seeds(batch: Batch, like: Tensor) -> Tensor:
     """[B] seed of each sample; 0 for one without completion tokens, which is no sample."""
-    if SEED_ID not in batch:
-        raise DataKeyError("the batch has no seed_id, the seed of each sample; expand its requests with SeedPrompts")
-    seeds: Tensor = batch[SEED_ID].to(like.device)
+    seeds = read_column(batch, SEED_ID, "expand its requests with SeedPrompts").to(like.device)
     trained = SharedContext(batch["input_ids"], batch).token_mask.sum(dim=1) > 0
     return torch.where(trained, seeds, torch.zeros_like(seeds))

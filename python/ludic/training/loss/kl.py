@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import Tensor
 
+from ludic.errors import check_value
 from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import weigh_values
-from ludic.training.loss.statistics import Estimator, check_estimator, estimate_kl, masked_means, population_std
+from ludic.training.loss.statistics import Estimator, estimate_kl, masked_means, population_std
 
 
 @dataclass
@@ -30,7 +32,7 @@ class TokenKLLoss(ActionLoss):
     normalizer: Normalizer = "samples"
 
     def __post_init__(self) -> None:
-        check_estimator(self.estimator)
+        check_value("estimator", self.estimator, choices=get_args(Estimator))
         check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
@@ -64,7 +66,7 @@ class KLLoss(ActionLoss):
     estimator: Estimator = "k1"
 
     def __post_init__(self) -> None:
-        check_estimator(self.estimator)
+        check_value("estimator", self.estimator, choices=get_args(Estimator))
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         logp_action = shared.logp_action(length_normalize=self.length_normalize)

@@ -7,11 +7,11 @@ rollout with n_i action tokens; with several turns it is several samples b, of n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.training.loss.base import ActionLoss, check_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.clipped import clipped_objective
@@ -76,8 +76,7 @@ class ListwiseClipLoss(ActionLoss):
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)
-        if self.ratio_level not in ("token", "sequence_mean", "sequence_sum"):
-            raise ConfigError(f"ratio_level ({self.ratio_level!r}) must be 'token', 'sequence_mean' or 'sequence_sum'")
+        check_value("ratio_level", self.ratio_level, choices=get_args(RatioLevel))
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         base = shared.sample_column("uniform_weight") if self.baseline is None else self.baseline

@@ -96,11 +96,10 @@ def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, 
     logits [B, T, V], input_ids and action_mask [B, T]; result [B] float32. Log-probabilities
     outside the mask may be -inf.
     """
-    _check_shapes(logits, input_ids)
     if action_mask.shape != input_ids.shape:
         raise DataError(f"action_mask {tuple(action_mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
-    mask = action_mask[:, 1:].float()
-    summed = mask_values(compute_token_logp(logits, input_ids), mask).sum(dim=1)
+    logp, mask = compute_token_logp(logits, input_ids), action_mask[:, 1:].float()
+    summed = mask_values(logp, mask).sum(dim=1)
     return summed / mask.sum(dim=1).clamp(min=1.0) if length_normalize else summed
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.training.loss.base import Loss, ScoreType
 from ludic.training.loss.batch import Batch, Stats, num_rows
 from ludic.training.loss.context import SharedContext
@@ -62,19 +62,13 @@ class BradleyTerryLoss(Loss):
     normalizer = "pairs"
 
     def __post_init__(self) -> None:
-        if self.score_type not in get_args(ScoreType):
-            raise ConfigError(f"score_type must be one of reward, logprob, got {self.score_type!r}")
-        if self.beta <= 0:
-            raise ConfigError(f"beta must be positive, got {self.beta}")
+        check_value("score_type", self.score_type, choices=get_args(ScoreType))
+        check_value("beta", self.beta, above=0)
         for name in ("regularization_lambda", "score_regularization_lambda"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be non-negative, got {getattr(self, name)}")
-        if self.regularization_type not in get_args(RegularizationType):
-            raise ConfigError(f"regularization_type must be one of l2, l1, got {self.regularization_type!r}")
-        if self.score_regularization_type not in get_args(ScoreRegularization):
-            raise ConfigError(f"score_regularization_type must be squares or squared_sum, got {self.score_regularization_type!r}")
-        if not 0 <= self.label_smoothing <= 1:
-            raise ConfigError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+            check_value(name, getattr(self, name), least=0)
+        check_value("regularization_type", self.regularization_type, choices=get_args(RegularizationType))
+        check_value("score_regularization_type", self.score_regularization_type, choices=get_args(ScoreRegularization))
+        check_value("label_smoothing", self.label_smoothing, least=0, most=1)
 
     @property
     def reads_shared_only(self) -> bool:  # type: ignore[override]  # follows from the settings
@@ -180,14 +174,13 @@ def find_pairs(batch: Batch) -> tuple[Index, Index, list[float]]:
     [2, 3] and two labels. Pairs in neighbouring rows, chosen first, as in [p, p, q, q], give
     slices.
     """
-    meta: Mapping[str, Sequence[Any]] | None = batch.get("meta")
-    if meta is None:
-        raise DataError("the batch has no meta with pair_id, role and label; collate it with collate_preference_items")
+    meta: Mapping[str, Sequence[Any]] = batch.get("meta") or {}
     rows = num_rows(batch)
     pair_ids, roles, labels = columns = [list(meta.get(key, ())) for key in ("pair_id", "role", "label")]
     for key, column in zip(("pair_id", "role", "label"), columns, strict=True):
         if len(column) != rows:
-            raise DataError(f"meta[{key!r}] has {len(column)} entries, the batch has {rows} samples; there must be one each")
+            entries = f"meta[{key!r}] of the batch has {len(column)} entries for {rows} samples"
+            raise DataError(f"{entries}; collate it with collate_preference_items")
     if (
         rows % 2 == 0
         and roles == ["chosen", "rejected"] * (rows // 2)
@@ -198,8 +191,7 @@ def find_pairs(batch: Batch) -> tuple[Index, Index, list[float]]:
         return slice(0, None, 2), slice(1, None, 2), [float(label) for label in labels[::2]]
     rows_by_pair: dict[Any, dict[str, int]] = {}
     for row, (pair_id, role) in enumerate(zip(pair_ids, roles, strict=True)):
-        if role not in ("chosen", "rejected"):
-            raise DataError(f"the role of sample {row} ({role!r}) must be 'chosen' or 'rejected'")
+        check_value(f"the role of sample {row}", role, error=DataError, choices=("chosen", "rejected"))
         halves = rows_by_pair.setdefault(pair_id, {})
         if role in halves:
             logger.warning("pair %r has two %s samples; the last one counts", pair_id, role)

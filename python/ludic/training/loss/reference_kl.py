@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import mask_values, weigh_values
-from ludic.training.loss.statistics import Estimator, check_estimator, estimate_kl
+from ludic.training.loss.statistics import Estimator, estimate_kl
 
 KLLevel = Literal["token", "sequence"]
 
@@ -41,9 +41,8 @@ class ReferenceKLLoss(ActionLoss):
     reads_reference = True
 
     def __post_init__(self) -> None:
-        check_estimator(self.estimator)
-        if self.level not in ("token", "sequence"):
-            raise ConfigError(f"level ({self.level!r}) must be 'token' or 'sequence'")
+        check_value("estimator", self.estimator, choices=get_args(Estimator))
+        check_value("level", self.level, choices=get_args(KLLevel))
         check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ludic.training.loss.base import ActionLoss, check_ratio_clip
+from ludic.errors import check_value
+from ludic.training.loss.base import ActionLoss
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import capped_exp
@@ -33,7 +34,7 @@ class ReinforceLoss(ActionLoss):
     zero_weight_is_zero_gradient = True
 
     def __post_init__(self) -> None:
-        check_ratio_clip(self.ratio_clip)
+        check_value("ratio_clip", self.ratio_clip, "None turns it off", optional=True, above=0)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         return importance_weighted(self, shared, shared.weight)
@@ -54,7 +55,7 @@ class ReinforceBaselineLoss(ActionLoss):
     ratio_clip: float | None = None
 
     def __post_init__(self) -> None:
-        check_ratio_clip(self.ratio_clip)
+        check_value("ratio_clip", self.ratio_clip, "None turns it off", optional=True, above=0)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         totals = shared.totals

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
@@ -35,8 +35,7 @@ class SAPOLoss(ActionLoss):
 
     def __post_init__(self) -> None:
         for name, tau in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
-            if tau <= 0:
-                raise ConfigError(f"{name} must be positive, got {tau}")
+            check_value(name, tau, above=0)
         check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:

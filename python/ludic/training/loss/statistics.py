@@ -36,7 +36,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ludic.errors import ConfigError
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import mask_values, weigh_values
@@ -62,12 +61,6 @@ def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "k2":
         return 0.5 * log_ratio**2
     return torch.expm1(-log_ratio) + log_ratio
-
-
-def check_estimator(estimator: str) -> None:
-    """Raise ConfigError for an unknown estimator."""
-    if estimator not in ("k1", "k2", "k3"):
-        raise ConfigError(f"estimator ({estimator!r}) must be 'k1', 'k2' or 'k3'")
 
 
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
