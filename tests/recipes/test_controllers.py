@@ -73,7 +73,7 @@ def test_the_meta_controller_replaces_both_and_has_their_targets():
             {"entropy__target": 1.0, "entropy__lr": 0.1},
             "belongs to algorithm=maxent_grpo",
         ),
-        (None, {"entropy__target": 2.1, "entropy__lr": 0.1}, r"target \(2\.1 nats\) .*group_size"),
+        (None, {"entropy__target": 2.1, "entropy__lr": 0.1}, r"target \(2\.1\) .*group_size"),
         (None, {"meta__method": "analytic", "meta__lr": 0.1}, "needs controllers.entropy.target"),
         (None, {"meta__method": "magic", "kl__target": 0.1, "meta__lr": 0.1}, "must be one of analytic"),
     ],

@@ -47,5 +47,5 @@ def test_the_seeded_answers_of_infoseed_count_in_the_largest_entropy() -> None:
     seeded = compose([*settings, "info_seed.num_seeds=4"])
     check_control(seeded, build_algorithm(seeded))
     plain = compose(settings)
-    with pytest.raises(ConfigError, match=r"target \(2 nats\) .*log\(group_size\) = log\(4\)"):
+    with pytest.raises(ConfigError, match=r"target \(2.0\) .*log\(group_size\) = log\(4\)"):
         check_control(plain, build_algorithm(plain))

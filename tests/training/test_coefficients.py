@@ -46,5 +46,5 @@ def test_a_coefficient_is_shared_not_copied():
     tau = Coefficient(0.1)
     assert as_coefficient(tau) is tau
     assert float(as_coefficient(0.25)) == 0.25
-    with pytest.raises(ConfigError, match="between"):
+    with pytest.raises(ConfigError, match=r"value \(-0.1\) must be at least 0.0"):
         as_coefficient(-0.1)

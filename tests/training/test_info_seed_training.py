@@ -180,5 +180,5 @@ def test_the_fixed_head_has_orthonormal_directions_of_its_own():
     head = FixedSeedHead(3, temperature=0.5)
     assert not list(head.parameters())
     torch.testing.assert_close(head(4.0 * rows.float()), 2.0 * torch.eye(3))
-    with pytest.raises(ConfigError, match="at most the width"):
+    with pytest.raises(ConfigError, match=r"num_seeds \(6\) must be at most 5; .*width"):
         FixedSeedHead(6, 0.5)(torch.zeros(1, 5))

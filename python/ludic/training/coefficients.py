@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, Rules, check_value
 
 
 class Coefficient:
@@ -24,9 +24,8 @@ class Coefficient:
         finite or outside the bounds."""
         if not (math.isfinite(least) and (most is None or least <= most < math.inf)):
             raise ConfigError(f"least ({least}) must be finite and not above most ({most}); None is no upper bound")
-        if not least <= value <= (math.inf if most is None else most) or math.isinf(value):
-            bound = "without an upper bound" if most is None else f"and {most}"
-            raise ConfigError(f"value ({value}) must be finite, between {least} {bound}")
+        bounds: Rules = {"least": least, "below": math.inf} if most is None else {"least": least, "most": most}
+        check_value("value", value, **bounds)
         self.least, self.most = float(least), None if most is None else float(most)
         self._value = float(value)
 

@@ -50,9 +50,9 @@ def test_a_setting_of_0_turns_the_kl_controller_off(off):
 def test_settings_of_the_kl_controller_are_checked():
     with pytest.raises(ConfigError, match=r"beta \(0\) cannot leave 0"):
         KLController(Coefficient(0.0), target=0.1, horizon=10)
-    for wrong in ({"target": -1.0}, {"horizon": math.nan}, {"step_size": math.inf}):
-        with pytest.raises(ConfigError, match="must be >= 0"):
-            KLController(Coefficient(0.1), **{"target": 0.1, "horizon": 10, **wrong})
+    for name, value in {"target": -1.0, "horizon": math.nan, "step_size": math.inf}.items():
+        with pytest.raises(ConfigError, match=rf"{name} \({value}\) must be at least 0 and finite"):
+            KLController(Coefficient(0.1), **{"target": 0.1, "horizon": 10, name: value})
 
 
 def entropy_controller(tau, **settings):
@@ -127,11 +127,11 @@ def test_an_unknown_entropy_changes_nothing(entropy):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": 0.0}, "lr .* must be > 0"),
-        ({"least": 0.0}, "least .* must be > 0"),
+        ({"lr": 0.0}, r"lr \(0.0\) must be above 0"),
+        ({"least": 0.0}, r"least \(0.0\) must be above 0"),
         ({"least": 0.5}, "must begin within"),
         ({"most": 0.2}, "must begin within"),
-        ({"least": 0.2, "most": 0.1}, "not above most"),
+        ({"least": 0.2, "most": 0.1}, r"tau \(0.3\) .* bounds \[0.2, 0.1\]"),
         ({"warmup_steps": -2}, "warmup_steps"),
         ({"ema_decay": 1.0}, "ema_decay"),
         ({"target": -0.1}, "target"),
@@ -163,9 +163,9 @@ def test_a_schedule_is_a_line_between_two_targets():
 def test_a_target_above_the_entropy_of_equal_weights_is_refused():
     check_reachable(EntropySchedule(math.log(8)), 8)
     check_reachable(EntropySchedule(None, start=1.0, final=2.0, horizon=5), 8)
-    with pytest.raises(ConfigError, match=r"log\(group_size\) = log\(8\) = 2.0794"):
+    with pytest.raises(ConfigError, match=r"must be at most 2.0794.* log\(8\)"):
         check_reachable(EntropySchedule(2.08), 8)
-    with pytest.raises(ConfigError, match=r"target \(2.2 nats\) must be at most log"):
+    with pytest.raises(ConfigError, match=r"target \(2.2\) must be at most 2.0794"):
         check_reachable(EntropySchedule(None, start=2.2, final=1.0, horizon=5), 8)
 
 

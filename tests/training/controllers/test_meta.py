@@ -189,7 +189,7 @@ def test_methods_have_aliases(alias, method):
         ({"optimizer": "lion"}, "optimizer .'lion'. .* one of sgd, adam, adamw"),
         ({"kl_signal": "both"}, "kl_signal"),
         ({"lr": 0.0}, "learning rates of the meta-controller are 0"),
-        ({"lr": -1.0}, r"lr \(-1.0\) .* must be >= 0"),
+        ({"lr": -1.0}, r"lr \(-1.0\) must be at least 0"),
         ({"tau_lr": math.nan}, "tau_lr"),
         ({"update_interval": 0}, "update_interval"),
         ({"truncation_steps": 0}, "truncation_steps"),

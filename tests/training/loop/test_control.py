@@ -103,7 +103,7 @@ def test_controllers_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match=r"'kl' reads the KL .*maxent_grpo"):
         Control([KLController(beta, target=0.1, horizon=10)], algorithm({"beta": beta}, TokenClippedSurrogateLoss()))
     tau = Coefficient(0.1)
-    with pytest.raises(ConfigError, match=r"must be at most log\(group_size\) = log\(4\)"):
+    with pytest.raises(ConfigError, match=r"must be at most 1.386.* log\(group_size\) = log\(4\)"):
         Control([EntropyController(tau, target=1.6, lr=0.1)], make_maxent_grpo(group_size=4, tau=tau))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.training.coefficients import Coefficient
 from ludic.training.controllers.protocol import Observation
 
@@ -37,11 +37,8 @@ class EntropySchedule:
         if self.target is None and (self.start is None or self.final is None):
             raise ConfigError("an entropy schedule needs target, or both start and final")
         for setting in ("target", "start", "final"):
-            value = getattr(self, setting)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{setting} ({value}) of an entropy schedule must be finite and >= 0")
-        if self.horizon < 0:
-            raise ConfigError(f"horizon ({self.horizon}) of an entropy schedule must be >= 0")
+            check_value(setting, getattr(self, setting), "an entropy, in nats", optional=True, least=0, below=math.inf)
+        check_value("horizon", self.horizon, "the steps of an entropy schedule", least=0)
 
     @property
     def highest(self) -> float:
@@ -71,9 +68,8 @@ def as_schedule(target: float | EntropySchedule) -> EntropySchedule:
 
 def check_reachable(target: EntropySchedule, group_size: int) -> None:
     """Raise ConfigError for a target above log(group_size), the entropy of equal weights."""
-    highest, most = target.highest, math.log(group_size)
-    if highest > most:
-        raise ConfigError(f"the entropy target ({highest:g} nats) must be at most log(group_size) = log({group_size}) = {most:g}")
+    hint = f"log(group_size) = log({group_size}), the entropy of equal weights"
+    check_value("the entropy target", target.highest, hint, most=math.log(group_size))
 
 
 class EntropyController:
@@ -108,16 +104,12 @@ class EntropyController:
         self.entropy_target = as_schedule(target)
         self.least, self.most = least, most or sys.float_info.max
         self.warmup_steps, self.ema_decay = warmup_steps, ema_decay
-        if not 0 < lr < math.inf:
-            raise ConfigError(f"lr ({lr}) of the entropy controller must be > 0; leave the controller out to keep tau fixed")
-        if not 0 < least <= self.most:
-            raise ConfigError(f"least ({least}) must be > 0, since log tau is what changes, and not above most ({most})")
+        check_value("lr", lr, "leave the entropy controller out to keep tau fixed", above=0, below=math.inf)
+        check_value("least", least, "log tau changes, not tau", above=0)
         if not least <= float(tau) <= self.most:
             raise ConfigError(f"tau ({float(tau)}) must begin within the bounds [{least}, {self.most}]")
-        if warmup_steps < -1:
-            raise ConfigError(f"warmup_steps ({warmup_steps}) must be >= 0, or -1 for the warm-up of the learning rate")
-        if not 0 <= ema_decay < 1:
-            raise ConfigError(f"ema_decay ({ema_decay}) must be in [0, 1)")
+        check_value("warmup_steps", warmup_steps, "-1 is the warm-up of the learning rate", least=-1)
+        check_value("ema_decay", ema_decay, least=0, below=1)
         self._log_tau = math.log(float(tau))
         self._ema: float | None = None
 

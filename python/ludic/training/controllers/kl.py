@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.training.coefficients import Coefficient
 from ludic.training.controllers.protocol import Observation
 
@@ -27,8 +27,7 @@ class KLController:
         """`target` in nats, `horizon` in training steps. If one of the three is 0, beta stays as
         it is. Raises ConfigError for a negative one, and for beta = 0, which no factor changes."""
         for setting, value in (("target", target), ("horizon", horizon), ("step_size", step_size)):
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{setting} ({value}) of the KL controller must be >= 0; 0 keeps beta fixed")
+            check_value(setting, value, "with 0 the KL controller keeps beta fixed", least=0, below=math.inf)
         self.beta, self.target, self.horizon, self.step_size = beta, target, horizon, step_size
         if self.reads_kl and not float(beta) > 0:
             raise ConfigError("beta (0) cannot leave 0 by a factor; begin above 0, or leave the KL controller out")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.training.coefficients import Coefficient
 from ludic.training.controllers.entropy import EntropySchedule, as_schedule
 from ludic.training.controllers.meta_gradient import MetaGradient, potential_gradient, tracking_gradient
@@ -124,9 +124,10 @@ class MetaController:
         0 keeps the coefficient fixed. `kl_signal`, of the analytic method: "policy", the KL to the
         reference that the step measured, or "weights", the KL of the weights. `beta_grad_clip`,
         `tau_most`, `beta_most` None or 0: none. Raises ConfigError for invalid values."""
-        self.method = _known(METHODS, method, "method")
-        self.optimizer = _known({name: name for name in OPTIMIZERS}, optimizer, "optimizer")
-        self.kl_signal = _known({name: name for name in ("policy", "weights")}, kl_signal, "kl_signal")
+        check_value("method", method, choices=METHODS)
+        check_value("optimizer", optimizer, choices=OPTIMIZERS)
+        check_value("kl_signal", kl_signal, choices=("policy", "weights"))
+        self.method, self.optimizer, self.kl_signal = METHODS[method], optimizer, kl_signal
         self.entropy_target = None if entropy_target is None else as_schedule(entropy_target)
         self.kl_target, self.beta_grad_clip = kl_target, beta_grad_clip or math.inf
         self.update_interval, self.truncation_steps = update_interval, truncation_steps
@@ -153,13 +154,11 @@ class MetaController:
     def _check(self, lr: float, tau_lr: float | None, beta_lr: float | None, tau_least: float) -> None:
         rates = {"lr": lr, "tau_lr": tau_lr, "beta_lr": beta_lr}
         for setting, value in {**rates, "beta_grad_clip": self.beta_grad_clip, "kl_target": self.kl_target}.items():
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{setting} ({value}) of the meta-controller must be >= 0")
+            check_value(setting, value, optional=True, least=0)
         for setting, count in (("update_interval", self.update_interval), ("truncation_steps", self.truncation_steps)):
-            if count < 1:
-                raise ConfigError(f"{setting} ({count}) of the meta-controller must be >= 1")
-        if not self.inner_lr > 0 or not tau_least > 0:
-            raise ConfigError(f"inner_lr ({self.inner_lr}) and tau_least ({tau_least}) of the meta-controller must be > 0")
+            check_value(setting, count, least=1)
+        for setting, value in (("inner_lr", self.inner_lr), ("tau_least", tau_least)):
+            check_value(setting, value, above=0)
         if self.entropy_target is None and self.kl_target is None:
             raise ConfigError("the meta-controller has nothing to aim at; set entropy_target, kl_target or both")
         if not self._parameters:
@@ -233,12 +232,6 @@ def _bounded(coefficient: Coefficient, lr: float, least: float, most: float | No
     """A parameter within the bounds of the controller and of the coefficient itself."""
     highest = math.inf if coefficient.most is None else coefficient.most
     return _Parameter(coefficient, lr, max(least, coefficient.least), min(most or math.inf, highest))
-
-
-def _known(names: Mapping[str, str], name: str, setting: str) -> str:
-    if name not in names:
-        raise ConfigError(f"{setting} ({name!r}) of the meta-controller must be one of {', '.join(names)}")
-    return names[name]
 
 
 OPTIMIZERS = ("sgd", "adam", "adamw")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError, check_value
 from ludic.training.controllers.protocol import SumOverRanks
 from ludic.training.types import CandidateGroups
 
@@ -56,17 +56,15 @@ def potential_gradient(
     Raises DataError if the groups lack what a target needs.
     """
     reads_kl = kl_target is not None and kl is None
-    sums = np.zeros(3)  # number of groups, sum of H, sum of KL(w || rho)
+    mean_entropy = mean_kl = 0.0
     if reads_kl or (entropy_target is not None and entropy is None):
+        own = np.zeros(3)  # number of groups, sum of H, sum of KL(w || rho)
         if groups is not None and len(groups):
             candidates = _Candidates(groups, tau, beta, reads_reference=reads_kl)
-            sums[:] = len(groups), candidates.entropy_sums()[0], candidates.kl_of(candidates.v) if reads_kl else 0.0
-        sums = np.array(sum_over_ranks(sums.tolist()))
-        if not sums[0]:
-            raise DataError("the gradient of the potential needs at least one group of candidates")
-    means = sums / max(sums[0], 1.0)
-    entropy_error = 0.0 if entropy_target is None else (float(means[1]) if entropy is None else entropy) - entropy_target
-    kl_error = 0.0 if kl_target is None else (float(means[2]) if kl is None else kl) - kl_target
+            own[:] = len(groups), candidates.entropy_sums()[0], candidates.kl_of(candidates.v) if reads_kl else 0.0
+        mean_entropy, mean_kl = _mean_over_groups(own, sum_over_ranks).tolist()
+    entropy_error = 0.0 if entropy_target is None else (mean_entropy if entropy is None else entropy) - entropy_target
+    kl_error = 0.0 if kl_target is None else (mean_kl if kl is None else kl) - kl_target
     return MetaGradient((entropy_error**2 + kl_error**2) / 2, entropy_error, -kl_error)
 
 
@@ -93,23 +91,28 @@ def tracking_gradient(
 
     Raises DataError if the groups lack what a target needs.
     """
-    if steps < 1:
-        raise ConfigError(f"steps ({steps}) must be >= 1")
+    check_value("steps", steps, least=1)
     own = np.zeros(7)
     if groups is not None and len(groups):
         candidates = _Candidates(groups, tau, beta, reads_reference=kl_target is not None)
         own[:4] = [len(groups), *candidates.entropy_sums()]
         if kl_target is not None:
             own[4:] = candidates.unrolled_kl_sums(steps, inner_lr, use_hessian=use_hessian)
-    sums = np.array(sum_over_ranks(own.tolist()))
-    if not sums[0]:
-        raise DataError("the tracking gradient needs at least one group of candidates")
-    own_entropy, *entropy_slope = sums[1:4] / sums[0]
-    kl, *kl_slope = sums[4:] / sums[0]
-    entropy_error = 0.0 if entropy_target is None else (own_entropy if entropy is None else entropy) - entropy_target
+    means = _mean_over_groups(own, sum_over_ranks)
+    mean_entropy, *entropy_slope = means[:3]
+    kl, *kl_slope = means[3:]
+    entropy_error = 0.0 if entropy_target is None else (mean_entropy if entropy is None else entropy) - entropy_target
     kl_error = 0.0 if kl_target is None else kl - kl_target
     gradient = entropy_error * np.array(entropy_slope) + kl_error * np.array(kl_slope)
     return MetaGradient(float(entropy_error**2 + kl_error**2) / 2, float(gradient[0]), float(gradient[1]))
+
+
+def _mean_over_groups(own: Array, sum_over_ranks: SumOverRanks) -> Array:
+    """Means over the groups of all ranks, from this rank's number of groups and its sums."""
+    number, *sums = sum_over_ranks(own.tolist())
+    if not number:
+        raise DataError("the gradient of the meta-controller needs at least one group of candidates")
+    return np.array(sums) / number
 
 
 class _Candidates:
@@ -117,8 +120,7 @@ class _Candidates:
 
     def __init__(self, groups: CandidateGroups, tau: float, beta: float, *, reads_reference: bool) -> None:
         self.scale = tau + beta
-        if not self.scale > 0:
-            raise ConfigError(f"tau + beta ({tau} + {beta}) must be > 0")
+        check_value("tau + beta", self.scale, above=0)
         if groups.reference_logp is None and (reads_reference or beta):
             raise DataError("the groups have no reference_logp, which beta and a KL target need; give the trainer a reference")
         self._starts, self._sizes = groups.offsets[:-1], np.diff(groups.offsets)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.files.atomic import write_json
 from ludic.inference import InferenceSpec, ReturnSpec
 from ludic.inference.request import make_sampling
@@ -65,8 +65,7 @@ class SeedEvaluator:
         samples: int = 1,
         heatmaps: str | Path | None = None,
     ) -> None:
-        if samples < 1:
-            raise ConfigError(f"samples ({samples}) of a SeedEvaluator must be >= 1")
+        check_value("samples", samples, least=1)
         if heatmaps is not None and model is None:
             raise ConfigError("heat maps compare hidden states; pass model=")
         self.engine, self.task, self.info_seed, self.rollout = engine, task, info_seed, rollout

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.interaction.single_agent import await_results
 from ludic.training.info_seed.seed_tags import SEED_ID, InfoSeed, check_template, tag_prompt
 from ludic.training.rollouts.requests import GRPORequestStrategy
@@ -33,8 +33,7 @@ class SeedPrompts:
     info_seed: InfoSeed
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ConfigError(f"group_size ({self.group_size}) must be >= 1: seeded completions need the prompt of a plain one")
+        check_value("group_size", self.group_size, "seeded completions need the prompt of a plain one", least=1)
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """Return the members of each request's group, group after group, the seeded ones last."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.training.types import SAWBatch, SAWItem
 from ludic.types import group_of
 
@@ -41,14 +41,11 @@ class InfoSeed:
     """Appended to the prompt. With `{prompt}` it replaces the prompt."""
 
     def __post_init__(self) -> None:
-        if self.num_seeds < 1:
-            raise ConfigError(f"num_seeds ({self.num_seeds}) must be >= 1; leave InfoSeed out for none")
-        if not self.coeff >= 0 or not self.temperature > 0:
-            raise ConfigError(f"coeff ({self.coeff}) must be >= 0 and temperature ({self.temperature}) > 0")
-        if self.loss not in ("infonce", "ce"):
-            raise ConfigError(f"loss ({self.loss!r}) must be 'infonce' or 'ce'")
-        if self.pooling not in ("mean", "last"):
-            raise ConfigError(f"pooling ({self.pooling!r}) must be 'mean' or 'last'")
+        check_value("num_seeds", self.num_seeds, "leave InfoSeed out for none", least=1)
+        check_value("coeff", self.coeff, least=0)
+        check_value("temperature", self.temperature, above=0)
+        check_value("loss", self.loss, choices=("infonce", "ce"))
+        check_value("pooling", self.pooling, choices=("mean", "last"))
         check_template(self.template)
 
     def tag(self, prompt: str, seed_id: int) -> str:

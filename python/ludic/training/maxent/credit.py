@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError, check_value
 from ludic.training.coefficients import Coefficient, as_coefficient
 from ludic.training.maxent.listwise import (
     Column,
@@ -67,12 +67,10 @@ class ListwiseCredit:
         self.q_temperature, self.q_epsilon = q_temperature, q_epsilon
         self.length_normalize_reference, self.sampler_exponent = length_normalize_reference, sampler_exponent
         self.baseline, self.scale = baseline, scale
-        if group_size < 2:
-            raise ConfigError(f"group_size ({group_size}) must be at least 2: candidates are weighed against each other")
-        if sampler_exponent < 0:
-            raise ConfigError(f"sampler_exponent ({sampler_exponent}) must be >= 0; 0 leaves the weights as they are")
-        if baseline not in ("uniform", "none") or scale not in ("weights", "tempered"):
-            raise ConfigError(f"baseline ({baseline!r}) must be uniform or none, and scale ({scale!r}) weights or tempered")
+        check_value("group_size", group_size, "candidates are weighed against each other", least=2)
+        check_value("sampler_exponent", sampler_exponent, "0 leaves the weights as they are", least=0)
+        check_value("baseline", baseline, choices=get_args(Baseline))
+        check_value("scale", scale, choices=get_args(Scale))
         check_q(q_temperature, q_epsilon, group_size)
         check_tau_beta(float(self.tau), float(self.beta))
 

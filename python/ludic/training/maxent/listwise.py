@@ -24,7 +24,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 
 Column = NDArray[np.float64]
 Offsets = NDArray[np.int64]
@@ -105,8 +105,7 @@ def share_among_best(
     w, bounds = _read(weights, offsets, "weights")
     u = _column(utilities, "utilities", len(w))
     b = _column(behaviour_logp, "behaviour_logp", len(w))
-    if not (exponent >= 0 and math.isfinite(exponent)):
-        raise ConfigError(f"exponent ({exponent}) must be a finite number >= 0; 0 leaves the weights as they are")
+    check_value("exponent", exponent, "0 leaves the weights as they are", least=0, below=math.inf)
     if exponent == 0 or not len(w):
         return w.copy()
     spread_of_u = reduce_groups(np.maximum, u, bounds) - reduce_groups(np.minimum, u, bounds)
@@ -129,17 +128,14 @@ def weight_entropy(weights: ArrayLike, offsets: ArrayLike | None = None) -> Colu
 def check_q(temperature: float, epsilon: float, size: int) -> None:
     """Raise ConfigError unless `listwise_q` of groups of up to `size` candidates is a
     distribution."""
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ConfigError(f"q_temperature ({temperature}) must be a finite number > 0: utilities are divided by it")
-    if not 0 < epsilon * size < 1:
-        raise ConfigError(f"q_epsilon ({epsilon}) must be > 0 and below 1 / {size} for groups of {size}")
+    check_value("q_temperature", temperature, "utilities are divided by it", above=0, below=math.inf)
+    check_value("q_epsilon", epsilon, f"the least q in groups of {size}, whose sum is 1", above=0, below=1 / size)
 
 
 def check_tau_beta(tau: float, beta: float) -> None:
     """Raise ConfigError unless the weights of tau and beta are unique."""
     for name, value in (("tau", tau), ("beta", beta)):
-        if not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} ({value}) must be a finite number >= 0")
+        check_value(name, value, least=0, below=math.inf)
     if tau + beta == 0:
         raise ConfigError("tau and beta are both 0, and weights are divided by their sum; raise tau, for example to 1e-6")
 

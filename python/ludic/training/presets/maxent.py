@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.training.algorithm import RLAlgorithm, validate_actor_logps
 from ludic.training.coefficients import Coefficient, as_coefficient
 from ludic.training.credit_assignment import EpisodicReturn
@@ -101,10 +101,8 @@ def make_maxent_grpo(
 
 
 def _is_surrogate(form: str, clip_coeff: float, normalizer: Normalizer) -> bool:
-    if form not in ("surrogate", "likelihood"):
-        raise ConfigError(f"form ({form!r}) must be 'surrogate' or 'likelihood'")
-    if clip_coeff < 0:
-        raise ConfigError(f"clip_coeff ({clip_coeff}) must be >= 0; 0 is no clip term")
+    check_value("form", form, choices=("surrogate", "likelihood"))
+    check_value("clip_coeff", clip_coeff, "0 is no clip term", least=0)
     if form == "surrogate" and clip_coeff:
         raise ConfigError(f"clip_coeff ({clip_coeff}) adds a clip term to form='likelihood'; the surrogate clips its own ratios")
     if form == "likelihood" and normalizer != "samples":

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.training.algorithm import (
     PreprocessFn,
     RLAlgorithm,
@@ -53,10 +53,9 @@ def group_return(group_size: int, normalize_adv: bool, positive_only: bool = Fal
 
 
 def check_group_size(group_size: int) -> int:
-    """Return `group_size`. Raises ConfigError for 1: an answer that is compared only with itself
+    """Return `group_size`. Raises ConfigError below 2: an answer that is compared only with itself
     always has advantage 0."""
-    if group_size == 1:
-        raise ConfigError("group_size (1) must be at least 2 to compare answers; raise it, or use make_reinforce_baseline")
+    check_value("group_size", group_size, "raise it to compare answers, or use make_reinforce_baseline", least=2)
     return group_size
 
 
@@ -66,8 +65,7 @@ def add_reference_kl(
     """Return the loss and the coefficients of the algorithm: with `coeff` above 0, `loss` with a
     `ReferenceKLLoss`, whose coefficient is `beta`; with 0, `loss` itself and none. The terms of a
     composite loss stay terms. The penalty has the mean of the first term, the policy loss."""
-    if not (coeff >= 0 and math.isfinite(coeff)):
-        raise ConfigError(f"reference_kl ({coeff}) must be a finite number >= 0; 0 is no penalty")
+    check_value("reference_kl", coeff, "0 is no penalty", least=0, below=math.inf)
     if coeff == 0:
         return loss, {}
     beta = Coefficient(coeff)
