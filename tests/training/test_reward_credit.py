@@ -59,7 +59,7 @@ def test_a_rollout_without_a_score_is_an_error_and_not_a_score_of_zero(score):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ConfigError, match=r"'mean'; .*replace, add, multiply, weighted, bonus"):
+    with pytest.raises(ConfigError, match=r"mode .'mean'. .*replace, add, multiply, weighted, bonus"):
         RewardModelCreditAssigner(mode="mean")
 
 

@@ -218,7 +218,7 @@ def test_reward_functions_run_first_and_their_failures_are_kept():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ConfigError, match="unknown mode"):
+    with pytest.raises(ConfigError, match=r"mode \('mean'\) must be one of"):
         RewardModelReward(RewardModelScorer(FakeRewardModel()), "mean")
 
 

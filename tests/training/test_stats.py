@@ -155,7 +155,7 @@ def test_a_denominator_of_zero_gives_zero():
 
 
 def test_unknown_kinds_are_refused_when_applied():
-    with pytest.raises(ValueError, match=r"kind \(median\)"):
+    with pytest.raises(ValueError, match=r"kind \('median'\)"):
         reduce(Reducer("median", "score"))
     with pytest.raises(ConfigError, match="normalize_by"):
         reduce(Reducer("mean", "score", normalize_by="steps"))

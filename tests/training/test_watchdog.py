@@ -156,5 +156,5 @@ def test_the_last_phase_ends_a_process_that_never_leaves_it(process, running):
 
 
 def test_a_deadline_must_be_positive():
-    with pytest.raises(ConfigError, match=r"deadline of save \(0 s\) .*> 0"):
+    with pytest.raises(ConfigError, match=r"deadline of save .*\(0\) must be above 0"):
         Watchdog({"save": 0})

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
+from ludic.errors import ConfigError, DataError, DataTypeError, check_value, shorten_names
 from ludic.list_fields import stored
 from ludic.models.heads import captured_head, find_padding, select_scores
 from ludic.models.output_layer import OutputLayer
@@ -284,8 +284,7 @@ def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBa
     A loss that is a mean over samples then weights the remaining samples more. The trainer's
     `skip_zero_weight` saves the same work without changing the gradient.
     """
-    if eps < 0:
-        raise ConfigError(f"eps must be >= 0, got {eps}")
+    check_value("eps", eps, least=0)
     saw_batch.items = [item for item in saw_batch.items if abs(item.weight) > eps]
     return saw_batch
 
@@ -299,8 +298,7 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
     `saw_batch.meta["zvp_filter_frac"]` is set to the fraction of groups that were dropped. Changes
     `saw_batch.items`.
     """
-    if eps < 0:
-        raise ConfigError(f"eps must be >= 0, got {eps}")
+    check_value("eps", eps, least=0)
     weights: dict[Any, list[float]] = {}
     for item in saw_batch.items:
         group = group_of(item.meta)

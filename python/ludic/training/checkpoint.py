@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ludic.errors import CheckpointError, ConfigError
+from ludic.errors import CheckpointError, check_value
 from ludic.files.atomic import (
     clear_unfinished,
     clear_unfinished_files,
@@ -85,10 +85,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
-        if self.every_n_steps < 0:
-            raise ConfigError(f"every_n_steps ({self.every_n_steps}) must be >= 0; 0 saves only on request")
-        if self.max_to_keep is not None and self.max_to_keep < 1:
-            raise ConfigError(f"max_to_keep ({self.max_to_keep}) must be >= 1; the latest checkpoint is always kept")
+        check_value("every_n_steps", self.every_n_steps, "0 saves only on request", least=0)
+        check_value("max_to_keep", self.max_to_keep, "the latest checkpoint is always kept", optional=True, least=1)
 
 
 class CheckpointManager:

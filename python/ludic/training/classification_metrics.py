@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.columns import array_mean_or_zero
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError, check_value
 
 Floats = NDArray[np.float64]
 PERCENTILES = (5, 25, 50, 75, 95)
@@ -53,12 +53,9 @@ class PreferenceMetrics:
     Without it, data with only labels 1 has no negatives, and `ece` is the mean of 1 - p."""
 
     def __post_init__(self) -> None:
-        if self.calibration_bins < 1:
-            raise ConfigError(f"calibration_bins ({self.calibration_bins}) must be >= 1")
-        if self.beta <= 0:
-            raise ConfigError(f"beta ({self.beta}) must be positive")
-        if self.thresholds_on not in ("pairs", "responses"):
-            raise ConfigError(f"thresholds_on ({self.thresholds_on!r}) must be pairs or responses")
+        check_value("calibration_bins", self.calibration_bins, least=1)
+        check_value("beta", self.beta, above=0)
+        check_value("thresholds_on", self.thresholds_on, choices=("pairs", "responses"))
         self.reset()
 
     def reset(self) -> None:

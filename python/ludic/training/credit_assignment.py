@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError, check_value
 from ludic.list_fields import stored
 from ludic.training.types import CreditAssigner, RolloutStepKey
 from ludic.types import Rollout, Step, group_of
@@ -60,7 +60,7 @@ class EpisodicReturn:
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
-            _check_group_size(self.group_size)
+            check_value("group_size", self.group_size, least=1)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         if self.group_size is not None:
@@ -104,7 +104,7 @@ class GroupNormalizedReturn:
     leave_one_out: bool = False
 
     def __post_init__(self) -> None:
-        _check_group_size(self.group_size)
+        check_value("group_size", self.group_size, least=1)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
@@ -135,7 +135,7 @@ class HybridNormalizedReturn:
     allow_partial: bool = False
 
     def __post_init__(self) -> None:
-        _check_group_size(self.group_size)
+        check_value("group_size", self.group_size, least=1)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
@@ -185,10 +185,8 @@ class OverlongPenalty:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.buffer_tokens <= self.max_tokens:
-            raise ConfigError(f"buffer_tokens ({self.buffer_tokens}) must be between 0 and max_tokens ({self.max_tokens})")
-        if self.factor < 0:
-            raise ConfigError(f"factor ({self.factor}) must be >= 0: it is subtracted from the reward")
+        check_value("buffer_tokens", self.buffer_tokens, "max_tokens bounds it", least=0, most=self.max_tokens)
+        check_value("factor", self.factor, "it is subtracted from the reward", least=0)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         """Raises DataError for a step without a token trace: its length is unknown."""
@@ -249,11 +247,6 @@ def _weights_by_step(rollouts: Sequence[Rollout], values: Sequence[float]) -> We
     }
 
 
-def _check_group_size(group_size: int) -> None:
-    if group_size <= 0:
-        raise ConfigError(f"group_size must be positive, got {group_size}")
-
-
 CombineMode = Literal["replace", "add", "multiply", "weighted", "bonus"]
 """How a score is combined with a base, which is a reward or a weight; see `combine_score`."""
 
@@ -273,7 +266,8 @@ def combine_score(mode: CombineMode, base: float, score: float, *, rm_coeff: flo
 
 def score_coefficients(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
     """Return (scale, offset) such that `combine_score` is scale * base + offset."""
-    match check_mode(mode):
+    check_value("mode", mode, choices=get_args(CombineMode))
+    match mode:
         case "replace":
             return 0.0, score
         case "add":
@@ -284,13 +278,6 @@ def score_coefficients(mode: CombineMode, score: float, *, rm_coeff: float = 1.0
             return alpha, (1 - alpha) * score
         case "bonus":
             return 1.0, rm_coeff * score
-
-
-def check_mode(mode: CombineMode) -> CombineMode:
-    """Return `mode`. Raises ConfigError if it is unknown."""
-    if mode not in get_args(CombineMode):
-        raise ConfigError(f"unknown mode {mode!r}; it must be one of {', '.join(get_args(CombineMode))}")
-    return mode
 
 
 def read_score(rollout: Rollout, key: str) -> float:
@@ -320,7 +307,7 @@ class RewardModelCreditAssigner:
     inner_assigner: CreditAssigner | None = None
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
+        check_value("mode", self.mode, choices=get_args(CombineMode))
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         """Return the weights. Raises DataError for a rollout without a score."""

@@ -27,7 +27,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ludic.errors import CheckpointError, ConfigError, DataError, shorten_names
+from ludic.errors import CheckpointError, ConfigError, DataError, check_value, shorten_names
 from ludic.event_loop import TrainFuture, await_if_needed
 from ludic.files.atomic import name_aside
 from ludic.files.manifest import HASH
@@ -140,8 +140,7 @@ class CachedReference:
     """
 
     def __init__(self, inner: ReferencePolicy, max_samples: int = 100_000) -> None:
-        if max_samples < 1:
-            raise ConfigError(f"max_samples ({max_samples}) must be >= 1; leave CachedReference out to keep nothing")
+        check_value("max_samples", max_samples, "leave CachedReference out to keep nothing", least=1)
         self.inner, self.max_samples = inner, max_samples
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self.hits = self.misses = 0

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from ludic.envs.dataset_qa_env import prompt_shown
 from ludic.envs.ifeval import IFEvalReward
 from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
-from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
+from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, check_value, error_location
 from ludic.event_loop import describe_error, run_in_daemon_thread
 from ludic.list_fields import read_list
 from ludic.types import Message, Rollout, answers_of, group_of
@@ -202,8 +202,7 @@ class RewardFunctions:
         """Passed to functions with this argument."""
         self.is_eval = is_eval
         for name, seconds in (("timeout_s", timeout_s), ("plain_timeout_s", plain_timeout_s)):
-            if seconds is not None and not 0 < seconds < math.inf:
-                raise ConfigError(f"{name} ({seconds}) must be above 0 seconds")
+            check_value(name, seconds, optional=True, above=0, below=math.inf)
         self.timeout_s, self.plain_timeout_s = timeout_s, plain_timeout_s
         self._threads, self._slow = ThreadedCalls(max_hung), set[str]()
 

@@ -8,14 +8,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from ludic.errors import ConfigError, DataError, GradingError
+from ludic.errors import ConfigError, DataError, GradingError, check_value
 from ludic.event_loop import await_if_needed
 from ludic.inference.prompts.template import ChatTemplate, read_template_kwargs
 from ludic.inference.reward_types import ScoringInput
 from ludic.list_fields import read_list
-from ludic.training.credit_assignment import CombineMode, check_mode, read_score, score_coefficients
+from ludic.training.credit_assignment import CombineMode, read_score, score_coefficients
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout
 
@@ -78,10 +78,8 @@ class RewardModelScorer:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size ({self.batch_size}) must be >= 1")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s ({self.timeout_s}) must be > 0")
+        check_value("batch_size", self.batch_size, least=1)
+        check_value("timeout_s", self.timeout_s, above=0)
         # An object without `chat_template`, no transformers tokenizer, is assumed to have one.
         has_template = hasattr(self.tokenizer, "apply_chat_template") and getattr(self.tokenizer, "chat_template", "") is not None
         if self.use_chat_template and not has_template:
@@ -181,9 +179,8 @@ class RewardModelReward:
     unfinished_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
-        if not (math.isfinite(self.unfinished_penalty) and self.unfinished_penalty >= 0):
-            raise ConfigError(f"unfinished_penalty ({self.unfinished_penalty}) must be a finite number >= 0; it is subtracted")
+        check_value("mode", self.mode, choices=get_args(CombineMode))
+        check_value("unfinished_penalty", self.unfinished_penalty, "it is subtracted", least=0, below=math.inf)
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
         """Reward the rollouts in place. Returns rollout id -> error for rollouts that could not be

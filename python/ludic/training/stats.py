@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.columns import mean_or_zero
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.loggers.base import Percent
@@ -113,10 +113,8 @@ def check_reducers(reducers: Mapping[str, Reducer]) -> None:
 
 
 def _check_reducer(name: str, reducer: Reducer) -> None:
-    if reducer.kind not in KINDS:
-        raise ConfigError(f"reducer {name}: kind ({reducer.kind}) must be one of {', '.join(KINDS)}")
-    if reducer.normalize_by not in (None, "samples", "rollouts"):
-        raise ConfigError(f"reducer {name}: normalize_by ({reducer.normalize_by}) must be samples, rollouts or None")
+    check_value(f"reducer {name}: kind", reducer.kind, choices=KINDS)
+    check_value(f"reducer {name}: normalize_by", reducer.normalize_by, optional=True, choices=("samples", "rollouts"))
 
 
 def apply_reducers_to_records(

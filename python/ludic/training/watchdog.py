@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
-from ludic.errors import TRY_AGAIN, ConfigError
+from ludic.errors import TRY_AGAIN, check_value
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,8 +73,7 @@ class Watchdog:
         """`name`: what the process is called in the message, such as `rank 1 of 2`. `report` is
         called with the message before the process ends, and may hang."""
         for phase_name, seconds in deadlines_s.items():
-            if not seconds > 0:
-                raise ConfigError(f"the deadline of {phase_name} ({seconds} s) must be > 0")
+            check_value(f"the deadline of {phase_name} in seconds", seconds, above=0)
         self.deadlines_s = dict(deadlines_s)
         self._name, self._find_failure, self._report, self._end = name, find_failure, report, end
         self._out = out or sys.stderr

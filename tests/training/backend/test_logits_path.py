@@ -350,7 +350,7 @@ def test_the_check_changes_neither_modes_nor_random_numbers():
 
 
 def test_an_unknown_path_is_refused():
-    with pytest.raises(ConfigError, match=r"logits \(some\) .*auto, full, chunked"):
+    with pytest.raises(ConfigError, match=r"logits \('some'\) .*auto, full, chunked"):
         cpu_config(logits="some")
 
 

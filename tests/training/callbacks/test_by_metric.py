@@ -141,7 +141,7 @@ def test_patience_counts_values_that_are_not_better_by_min_delta():
         (lambda: StopOnMetric("loss", at=1, min_delta=-1), r"min_delta \(-1\)"),
         (lambda: StopOnMetric("length", patience=1), "set mode to min or max"),
         (lambda: KeepBest("loss", mode="max"), r"mode \(max\)"),
-        (lambda: KeepBest("loss", mode="best"), r"mode \(best\)"),
+        (lambda: KeepBest("loss", mode="best"), r"mode \('best'\)"),
         (lambda: KeepBest("train/loss"), "compares evaluations"),
     ],
 )

@@ -120,7 +120,10 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     assert "could not be written" in caplog.text
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 1), (3, 2)])
-def test_steps_are_counted_from_1(first, last, tmp_path):
-    with pytest.raises(ConfigError, match=r"must be steps with 1 <= first <= last"):
+@pytest.mark.parametrize(
+    ("first", "last", "message"),
+    [(0, 1, r"first \(0\) must be at least 1"), (3, 2, r"last \(2\) must be at least 3")],
+)
+def test_steps_are_counted_from_1(first, last, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
         Profiler(first, last, folder=tmp_path)

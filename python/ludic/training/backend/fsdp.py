@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.models.sharding import ShardingSettings, enable_checkpointing, make_mesh, shard_model
 
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -41,12 +41,9 @@ class FSDPConfig:
     """L2 norm to which the gradient of all ranks is clipped. None means no clipping."""
 
     def __post_init__(self) -> None:
-        if self.sharding_strategy not in get_args(Strategy):
-            raise ConfigError(f"sharding_strategy ({self.sharding_strategy!r}) must be one of {', '.join(get_args(Strategy))}")
-        if self.auto_wrap_min_params < 1:
-            raise ConfigError(f"auto_wrap_min_params ({self.auto_wrap_min_params}) must be at least 1")
-        if self.clip_grad is not None and not self.clip_grad > 0:
-            raise ConfigError(f"clip_grad ({self.clip_grad}) must be > 0; None turns clipping off")
+        check_value("sharding_strategy", self.sharding_strategy, choices=get_args(Strategy))
+        check_value("auto_wrap_min_params", self.auto_wrap_min_params, least=1)
+        check_value("clip_grad", self.clip_grad, "None turns clipping off", optional=True, above=0)
         if self.cpu_offload and self.sharding_strategy == "NO_SHARD":
             raise ConfigError("cpu_offload needs a sharded model, and sharding_strategy is NO_SHARD; use FULL_SHARD")
 

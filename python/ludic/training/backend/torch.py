@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ludic.errors import ConfigError, NonFiniteError
+from ludic.errors import ConfigError, NonFiniteError, check_value
 from ludic.event_loop import TrainFuture
 from ludic.models.adapters import check_frozen
 from ludic.models.flops import FlopCounter
@@ -429,8 +429,7 @@ def parameter_groups(
     if not heads and (backbone_lr_mult is not None or head_only_weight_decay):
         names = " or ".join(HEAD_NAMES)
         raise ConfigError(f"use_differential_lr and head_only_weight_decay need a head; {type(model).__name__} has no {names}")
-    if backbone_lr_mult is not None and not (math.isfinite(backbone_lr_mult) and backbone_lr_mult >= 0):
-        raise ConfigError(f"backbone_lr_mult ({backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
+    check_value("backbone_lr_mult", backbone_lr_mult, "1.0 is the head's rate", optional=True, least=0, below=math.inf)
     groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -6,9 +6,9 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.files.atomic import write_json
 from ludic.training.callbacks.base import Callback, TrainingEvent
 from ludic.training.evaluators.protocol import bare_name, eval_key
@@ -44,10 +44,8 @@ class StopOnMetric(Callback):
         `min`, `max`, or `auto`, which follows from the metric's name."""
         if at is None and patience is None:
             raise ConfigError(f"StopOnMetric({metric!r}) never stops; set at=, patience=, or both")
-        if patience is not None and patience < 1:
-            raise ConfigError(f"patience ({patience}) must be >= 1: the number of values without improvement that end the run")
-        if min_delta < 0:
-            raise ConfigError(f"min_delta ({min_delta}) must be >= 0")
+        check_value("patience", patience, "values without improvement that end the run", optional=True, least=1)
+        check_value("min_delta", min_delta, least=0)
         self.metric, self.at, self.patience, self.min_delta = Metric(metric, mode), at, patience, min_delta
         self.best: float | None = None
         self.stale = 0
@@ -103,8 +101,7 @@ class Metric:
 
     def __post_init__(self) -> None:
         """Raises ConfigError if the direction is unknown, or contradicts the name."""
-        if self.mode not in ("auto", "min", "max"):
-            raise ConfigError(f"mode ({self.mode}) must be auto, min or max")
+        check_value("mode", self.mode, choices=get_args(Mode))
         find_direction(self.name, self.mode, setting="metric", mode_setting="mode")
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludic.errors import ConfigError, escape_controls
+from ludic.errors import check_value, escape_controls
 from ludic.training.callbacks.base import Callback, TrainingEvent
 from ludic.training.types import SAWItem
 
@@ -24,8 +24,8 @@ class CompletionTable(Callback):
 
     def __init__(self, *, every: int = 10, rows: int = 5, console: Console | None = None) -> None:
         """`console`: None for the standard output."""
-        if every < 1 or rows < 1:
-            raise ConfigError(f"every ({every}) and rows ({rows}) must be >= 1; leave the callback out to show nothing")
+        for name, value in (("every", every), ("rows", rows)):
+            check_value(name, value, "leave the callback out to show nothing", least=1)
         self.every, self.rows, self._console = every, rows, console
 
     def on_step(self, event: TrainingEvent) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.models.flops import FlopCounter
 from ludic.training import ranks
 from ludic.training.backend.protocol import with_defaults
@@ -35,10 +35,8 @@ class Profiler:
     def __init__(self, first: int, last: int, *, folder: str | Path, note: Callable[[str], object] = logger.warning) -> None:
         """`first` and `last` step, both recorded; 1 is the first of a run. `note` receives where
         the file is, and that no step was recorded."""
-        if not 1 <= first <= last:
-            raise ConfigError(
-                f"first ({first}) and last ({last}) must be steps with 1 <= first <= last; step 1 is the first of a run"
-            )
+        check_value("first", first, "step 1 is the first of a run", least=1)
+        check_value("last", last, "the last step is not before the first", least=first)
         self.first, self.last = first, last
         self.folder, self._note = Path(folder), note
         self.files: list[Path] = []

@@ -9,7 +9,7 @@ import logging
 import math
 from dataclasses import dataclass
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.training.config import SCHEDULER_TYPES, SchedulerType, TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,8 @@ class LearningRateSchedule:
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind is not None and self.kind not in SCHEDULER_TYPES:
-            raise ConfigError(f"lr_scheduler_type ({self.kind}) must be one of {', '.join(SCHEDULER_TYPES)}, or None")
-        if self.total_steps < 1:
-            raise ConfigError(f"total_training_steps ({self.total_steps}) must be >= 1")
+        check_value("lr_scheduler_type", self.kind, optional=True, choices=SCHEDULER_TYPES)
+        check_value("total_training_steps", self.total_steps, least=1)
 
     @classmethod
     def from_config(cls, cfg: TrainerConfig, total_steps: int | None) -> LearningRateSchedule:

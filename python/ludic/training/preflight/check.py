@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.errors import ConfigError, MismatchError
+from ludic.errors import MismatchError, check_value
 from ludic.inference.request import SamplingParams
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
@@ -130,10 +130,8 @@ class Preflight:
     """The result of the last comparison."""
 
     def __post_init__(self) -> None:
-        if not self.threshold > 0:
-            raise ConfigError(f"threshold ({self.threshold}) must be > 0, a difference of log-probabilities in nats")
-        if self.num_samples < 1:
-            raise ConfigError(f"num_samples ({self.num_samples}) must be >= 1")
+        check_value("threshold", self.threshold, "a difference of log-probabilities, in nats", above=0)
+        check_value("num_samples", self.num_samples, least=1)
 
     async def __call__(self, backend: TrainingBackend, cfg: TrainerConfig, items: Sequence[SAWItem]) -> PreflightReport | None:
         """Compare and return the report; None if no sample has sampled log-probabilities. Raises
