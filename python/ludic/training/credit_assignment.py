@@ -4,10 +4,10 @@ of a reward model. Plain float64 arithmetic without torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -59,8 +59,7 @@ class EpisodicReturn:
     allow_partial: bool = False
 
     def __post_init__(self) -> None:
-        if self.group_size is not None:
-            check_value("group_size", self.group_size, least=1)
+        check_value("group_size", self.group_size, optional=True, least=1)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         if self.group_size is not None:
@@ -220,19 +219,24 @@ def _subtract_mean(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[
     return values - values.mean()
 
 
-def _group_positions(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
-    """Indices of the rollouts of each group, in order of first appearance. With several agents
+def group_key(meta: Mapping[str, Any], name: str) -> tuple[object, object]:
+    """The group of the rollout or sample `name`, read from its meta. With several agents
     (`meta["agent_id"]`), each agent has its own group: it is compared with itself in the other
-    episodes.
+    episodes. Raises DataError if there is none."""
+    group = group_of(meta)
+    if group is None:
+        raise DataError(f"{name} is missing group_id in meta['request_meta']; expand requests with GRPORequestStrategy")
+    return group, meta.get("agent_id")
+
+
+def _group_positions(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
+    """Indices of the rollouts of each group (`group_key`), in order of first appearance.
 
     Example: rollouts of groups a b a give [[0, 2], [1]].
     """
     groups: dict[tuple[object, object], list[int]] = {}
     for position, rollout in enumerate(rollouts):
-        group = group_of(rollout.meta)
-        if group is None:
-            raise DataError(f"rollout {rollout.id} is missing group_id in meta['request_meta']; use GRPORequestStrategy")
-        groups.setdefault((group, rollout.meta.get("agent_id")), []).append(position)
+        groups.setdefault(group_key(rollout.meta, f"rollout {rollout.id}"), []).append(position)
     for (group, agent), members in groups.items():
         if len(members) > group_size or (len(members) < group_size and not allow_partial):
             whose = "" if agent is None else f" of agent {agent}"

@@ -34,6 +34,7 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import MicroBatch, Rows, refuse_fractions
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
+from ludic.training.credit_assignment import group_key
 from ludic.training.info_seed.seed_tags import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.state import TrainerState
@@ -41,7 +42,6 @@ from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.context import split_actions
 from ludic.training.reference import computes_trees, exchange_rows
 from ludic.training.types import BatchCredit, CandidateGroups, Candidates, SAWItem, Weighed
-from ludic.types import group_of
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _measure_seeds(run: TrainerState, macro: MacroBatch) -> dict[str, float]:
     stats = {"seed/seeded_frac": seeded / max(total, 1.0)}
     weights = macro.sample_columns.get("listwise_weight")
     if weights is not None:
-        groups = _number([_group(item, macro.name(row)) for row, item in enumerate(macro.items)])
+        groups = _number(_read_groups(macro))
         plain, tagged, count = _sum_over_ranks(run, macro, list(sum_weight_entropies(weights, groups, seeds)))
         if count:
             stats["seed/plain_entropy"], stats["seed/seeded_entropy"] = plain / count, tagged / count
@@ -274,7 +274,7 @@ def candidates_of(macro: MacroBatch) -> Candidates:
     """The samples as columns. Raises DataError for a sample without a group, and for tokens that
     count in part."""
     refuse_fractions(macro.items, "a batch credit compares whole answers")
-    groups = [_group(item, macro.name(row)) for row, item in enumerate(macro.items)]
+    groups = _read_groups(macro)
     rollouts = [item.meta.get("rollout_id", ("row", row)) for row, item in enumerate(macro.items)]
     reference = macro.token_columns.get("reference_logps")
     return Candidates(
@@ -292,12 +292,9 @@ def _sum_over_ranks(run: TrainerState, macro: MacroBatch, values: list[float]) -
     return values if macro.share is not None else ranks.sum_over_ranks(values, run.cfg.model_device)
 
 
-def _group(item: SAWItem, name: str) -> tuple[object, object]:
-    """The group of a sample; with several agents, each has its own."""
-    group = group_of(item.meta)
-    if group is None:
-        raise DataError(f"sample {name} is missing group_id in meta['request_meta']; expand requests with GRPORequestStrategy")
-    return group, item.meta.get("agent_id")
+def _read_groups(macro: MacroBatch) -> list[tuple[object, object]]:
+    """[N] the group of each sample."""
+    return [group_key(item.meta, f"sample {macro.name(row)}") for row, item in enumerate(macro.items)]
 
 
 def _number(keys: list[tuple[object, object]]) -> NDArray[np.int64]:

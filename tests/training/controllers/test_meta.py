@@ -197,7 +197,7 @@ def test_methods_have_aliases(alias, method):
         ({"tau_least": 0.0}, "tau_least"),
         ({"kl_target": -0.1}, "kl_target"),
         ({"entropy_target": None, "kl_target": None}, "nothing to aim at"),
-        ({"tau_most": 0.2}, r"tau \(0.3\) must begin within"),
+        ({"tau_most": 0.2}, r"tau \(0.3\) .*at most 0.2; .*bounds"),
     ],
 )
 def test_settings_are_checked(settings, message):

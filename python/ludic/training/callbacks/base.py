@@ -254,17 +254,18 @@ class Callbacks:
         """`asked` gets the requests of the callback. None means that it is too late for one."""
         run = self._run
 
-        def stop(reason: str) -> None:
+        def ask(request: dict[str, Any]) -> None:
             if asked is None:
-                raise ConfigError("the run has ended and cannot be stopped; call event.stop in another method than on_end")
-            asked.append({"stop": asdict(Stop(callback.name, str(reason), run.current_step, self._last))})
+                raise ConfigError("the run has ended; call event.stop and event.save_checkpoint in another method than on_end")
+            asked.append(request)
+
+        def stop(reason: str) -> None:
+            ask({"stop": asdict(Stop(callback.name, str(reason), run.current_step, self._last))})
 
         def save_checkpoint() -> None:
-            if asked is None:
-                raise ConfigError("the run has ended and saves nothing; call event.save_checkpoint in another method than on_end")
             if run.checkpointer is None:
                 raise ConfigError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
-            asked.append({"save": True})
+            ask({"save": True})
 
         return TrainingEvent(run.current_step, run, stop, save_checkpoint, **{"stats": {}, **facts})
 

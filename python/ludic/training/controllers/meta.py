@@ -166,9 +166,8 @@ class MetaController:
         if self._tau is None and (self.method != "analytic" or self.entropy_target is not None or self.kl_signal != "policy"):
             raise ConfigError("without tau, only beta can be steered: set method='analytic', kl_signal='policy' and kl_target")
         for name, parameter in self._parameters.items():
-            value = float(parameter.coefficient)
-            if not parameter.least <= value <= parameter.most:
-                raise ConfigError(f"{name} ({value}) must begin within the bounds [{parameter.least}, {parameter.most}]")
+            start = float(parameter.coefficient)
+            check_value(name, start, "it begins within the controller's bounds", least=parameter.least, most=parameter.most)
 
     def update(self, seen: Observation) -> dict[str, float]:
         """Set tau and beta. Returns loss and gradients, and whether a bound held a value back."""
