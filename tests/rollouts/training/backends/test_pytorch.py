@@ -339,7 +339,7 @@ async def test_columns_that_do_not_fit_are_refused(tmp_path, case):
     [
         (ppo_loss, "ppo_loss needs .*Sample.rollout_log_probs, or the column old_log_probs"),
         (TokenClippedSurrogateLoss(), "no actor_logps; .* set Sample.rollout_log_probs"),
-        (ClippedSurrogateLoss(), "no 'old_logp_action'; .* set Sample.rollout_log_probs"),
+        (ClippedSurrogateLoss(), "no old_logp_action; .* set Sample.rollout_log_probs"),
     ],
     ids=["ppo_loss", "per token", "per row"],
 )
