@@ -7,7 +7,8 @@ import math
 import operator
 import traceback
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, TypedDict, Unpack
@@ -268,6 +269,16 @@ def find_broken_rule(value: Any, **rules: Unpack[Rules]) -> str | None:
         return None
     limits = " and ".join("finite" if bound == math.inf else f"{_BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
     return "must be " + ", ".join((["a whole number"] if rules.get("whole") else []) + ([limits] if limits else []))
+
+
+@contextmanager
+def on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if the block raises, also if it is interrupted. The error goes on."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def error_location(error: BaseException, file: str | None = None) -> str:

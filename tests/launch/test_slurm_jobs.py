@@ -149,7 +149,7 @@ def test_settings_are_read_as_they_were_written(tmp_path):
         ({"environment": {"HF_TOKEN": "hf_1"}}, "HF_TOKEN would be readable in the script"),
         ({"environment": {"LUDIC_QUEUE_URL": "redis://u:word@h/0"}}, "LUDIC_QUEUE_URL would be readable in the script"),
         ({"master_port": 29525}, r"master_port \(29525\) .*port of the servers"),
-        ({"server_port": 80}, "between 1024 and 65535"),
+        ({"server_port": 80}, r"server_port \(80\) .*at least 1024 and at most 65535"),
         ({"health_timeout_s": 0}, "health_timeout_s"),
     ],
 )

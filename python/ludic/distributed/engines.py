@@ -39,7 +39,8 @@ from ludic.distributed.push.engine_sessions import (
     resolve_folder,
 )
 from ludic.distributed.push.manifest import ServerManifest, fingerprint_folder
-from ludic.errors import ConfigError, ConfigTypeError, PublishError, PublishTimeoutError
+from ludic.distributed.push.target import make_publish_error
+from ludic.errors import ConfigError, ConfigTypeError, PublishError, check_value
 from ludic.inference.sglang import SGLangEndpoints
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
@@ -115,7 +116,14 @@ async def sync_weights_to_engines(
 
     A cancellation is obeyed after the sync, within the timeouts of the engines.
     """
-    _check_arguments(engines, str(checkpoint_path), policy, retries)
+    if not engines or not str(checkpoint_path):
+        raise ConfigError(f"there is no engine ({len(engines)} given) or no checkpoint_path ({str(checkpoint_path)!r})")
+    for engine in engines:
+        if not hasattr(engine, "update_weights_from_checkpoint"):
+            raise ConfigTypeError(f"{engine!r} needs `async def update_weights_from_checkpoint(self, path) -> dict`")
+    check_value("retries", retries, least=0)
+    if policy not in ("all", "any"):
+        check_value("policy", policy, "or give 'all' or 'any'", whole=True, least=1, most=len(engines))
     needed = len(engines) if policy == "all" else 1 if policy == "any" else policy
     folder = resolve_folder(str(checkpoint_path))
     sync = asyncio.ensure_future(_Sync(engines, FolderVersion(folder, Path(folder).name), retries).run(needed))
@@ -126,21 +134,6 @@ async def sync_weights_to_engines(
         if not sync.cancelled() and sync.exception() is not None:
             logger.error("the sync that was cancelled failed: %s", sync.exception())
         raise
-
-
-def _check_arguments(engines: Sequence[InferenceEngine], checkpoint_path: str, policy: Policy, retries: int) -> None:
-    if not engines:
-        raise ConfigError("there is no engine to sync weights to")
-    if not checkpoint_path:
-        raise ConfigError("checkpoint_path is empty; give the folder of the checkpoint")
-    is_number = isinstance(policy, int) and not isinstance(policy, bool)
-    if policy not in ("all", "any") and not (is_number and 1 <= int(policy) <= len(engines)):
-        raise ConfigError(f"policy ({policy!r}) must be 'all', 'any', or 1 to {len(engines)}, the number of engines")
-    if retries < 0:
-        raise ConfigError(f"retries ({retries}) must be >= 0")
-    for engine in engines:
-        if not hasattr(engine, "update_weights_from_checkpoint"):
-            raise ConfigTypeError(f"{engine!r} needs `async def update_weights_from_checkpoint(self, path) -> dict`")
 
 
 async def sync_returned_engines(engines: Sequence[InferenceEngine]) -> list[EngineAnswer | None]:
@@ -248,9 +241,8 @@ class _Sync:
         for engine, session in zip(self._engines, self._sessions, strict=True):
             if (before := _get_synced(engine)) is not None:
                 _set_synced(engine, before, reached=session.serves == before.version)
-        kind = PublishTimeoutError if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError
         message = self._describe(f"{total - count} of {total} engines did not load {self._target.folder}")
-        raise kind(message, answers=[self._answer(session) for session in self._sessions]) from causes[0]
+        raise make_publish_error(message, causes, answers=[self._answer(session) for session in self._sessions])
 
     def _describe(self, headline: str) -> str:
         """What failed, and which engines serve which version."""

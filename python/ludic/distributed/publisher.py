@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, describe_weights
-from ludic.errors import PublishError
+from ludic.errors import PublishError, on_error
 from ludic.inference.client import ChatClient, Publisher, Version, Weights, WeightSource, as_publisher
 
 if TYPE_CHECKING:
@@ -41,16 +41,12 @@ class BroadcastPolicyPublisher(Publisher):
         self._broadcast(weights.describe(), weights, version)
 
     def _broadcast(self, described: Weights, weights: Iterable[tuple[str, Tensor]], version: Version) -> None:
-        try:
+        with on_error(getattr(self.control, "abandon_update", lambda: None)):
             self.control.announce_update_batch(describe_weights(described), version=version)
             for _, tensor in weights:
                 self.comm.broadcast(tensor.contiguous(), src=self.src_rank)
             self.comm.barrier()
             self.control.finalize_update(version=version)
-        except BaseException:
-            if hasattr(self.control, "abandon_update"):
-                self.control.abandon_update()
-            raise
 
 
 class Rank0OnlyPublisher(Publisher):

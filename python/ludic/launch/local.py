@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ludic.errors import LaunchError
+from ludic.errors import LaunchError, on_error
 from ludic.launch import guard
 from ludic.launch.process import Ended, Place, Process, Started
 from ludic.launch.rank_environment import without_rank
@@ -48,11 +48,8 @@ class LocalPlace(Place):
             raise LaunchError(f"{process.name} runs already; stop it first")
         variables = self._gpus.lend(process)
         hosts = dict.fromkeys(process.named_hosts(), LOOPBACK)
-        try:
+        with on_error(lambda: self._gpus.give_back(process.name)):
             child = _Child(replace(process, argv=process.resolve(sys.executable, hosts)), self._folder, variables)
-        except BaseException:
-            self._gpus.give_back(process.name)
-            raise
         self._running[process.name] = child
         self._news.append(Started(process.name, child.pid, socket.gethostname(), str(child.log.path)))
 
@@ -102,7 +99,7 @@ class _Child:
         self._ended: Ended | None = None
         self._link, other = socket.socketpair()
         command = [sys.executable, "-I", "-S", os.path.abspath(guard.__file__), str(os.getpid()), *process.argv]
-        try:
+        with on_error(self._link.close):
             with other, self.log.open() as log:
                 self._guard = subprocess.Popen(
                     command,
@@ -116,9 +113,6 @@ class _Child:
             if "pid" not in report:
                 self._guard.wait(KILL_S)
                 raise LaunchError(f"{process.name} cannot be started: {report['error']}; correct the command")
-        except BaseException:
-            self._link.close()
-            raise
         self.pid = int(report["pid"])
 
     def _read_report(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ludic.errors import TRY_AGAIN, ConfigError
+from ludic.errors import TRY_AGAIN, ConfigError, check_value
 
 PYTHON = "python"
 """As the first argument of a command: the interpreter that ludic runs in, on the machine where the
@@ -19,7 +19,7 @@ USAGE = 2
 """The exit status of a wrong command line or setting, which a restart does not change."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")
 
 
@@ -47,16 +47,15 @@ class Process:
     """How often it may be restarted within the supervisor's window."""
 
     def __post_init__(self) -> None:
-        for label, text in (("name", self.name), ("role", self.role)):
-            if not _NAME.fullmatch(text):
-                raise ConfigError(f"{label} of a process ({text!r}) must consist of letters, digits, `_`, `.` and `-`")
+        check_name("name of a process", self.name)
+        check_name("role of a process", self.role)
         if not self.argv or not all(isinstance(part, str) and "\0" not in part for part in self.argv):
             raise ConfigError(f"the command of {self.name} ({self.argv!r}) must be one or more texts without null characters")
-        if not (self.cpus >= 0 and self.gpus >= 0 and self.restarts >= 0):
-            raise ConfigError(f"cpus ({self.cpus}), gpus ({self.gpus}), restarts ({self.restarts}) of {self.name} must be >= 0")
+        for name in ("cpus", "gpus", "restarts"):
+            check_value(f"{name} of {self.name}", getattr(self, name), least=0)
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise ConfigError(f"gpus ({self.gpus}) of {self.name} must be a whole number, or less than 1 to share one")
-        if bad := [key for key, value in self.env.items() if not _VARIABLE.fullmatch(key) or "\0" in value]:
+        if bad := [key for key, value in self.env.items() if not VARIABLE.fullmatch(key) or "\0" in value]:
             raise ConfigError(f"environment of {self.name}: {', '.join(map(repr, bad))} must be of letters, digits and `_`")
 
     def named_hosts(self) -> set[str]:
@@ -68,6 +67,12 @@ class Process:
         in. With hosts {"a": "10.0.0.1"}, `--to={host:a}:80` becomes `--to=10.0.0.1:80`."""
         first = python if self.argv[0] == PYTHON else self.argv[0]
         return tuple(HOST.sub(lambda found: hosts[found[1]], part) for part in (first, *self.argv[1:]))
+
+
+def check_name(label: str, text: str) -> None:
+    """Raise ConfigError for text that is no name of a process or a job."""
+    if not _NAME.fullmatch(text):
+        raise ConfigError(f"{label} ({text!r}) must consist of letters, digits, `_`, `.` and `-`")
 
 
 def check_processes(processes: list[Process]) -> None:

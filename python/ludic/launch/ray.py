@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ludic import __version__
-from ludic.errors import ConfigError, LaunchError, MissingExtraError
+from ludic.errors import ConfigError, LaunchError, MissingExtraError, on_error
 from ludic.launch.guard import KILL_DEADLINE_S
 from ludic.launch.local import LocalPlace
 from ludic.launch.process import PYTHON, Ended, Place, Process, Started, check_processes
@@ -91,13 +91,10 @@ class RayPlace(Place):
         self._hosts: dict[str, dict[str, Any]] = {}
         self._is_open = True
         self._group: Any = None
-        try:
+        with on_error(self.close):
             if not (insecure or address == "local" or address.startswith("ray://")):
                 _check_token_is_demanded(self._ray.get_runtime_context().gcs_address)
             self._reserve()
-        except BaseException:
-            self.close()
-            raise
 
     def start(self, process: Process) -> None:
         held = self._held[process.name]

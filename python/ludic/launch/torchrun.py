@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.launch.process import PYTHON
 
 AGENT = "ludic.training.ranks.agent"
@@ -55,15 +55,15 @@ def torchrun_argv(
     ('-m', 'ludic.training.ranks.agent', '--nproc-per-node=2', '--max-restarts=0')
     """
     least = nodes if min_nodes is None else min_nodes
-    if not command or ranks < 1 or max_restarts < 0 or rendezvous_timeout_s < 1:
+    check_value("ranks", ranks, least=1)
+    check_value("max_restarts", max_restarts, least=0)
+    check_value("rendezvous_timeout_s", rendezvous_timeout_s, least=1)
+    check_value("min_nodes", least, f"there are {nodes} nodes", least=1, most=nodes)
+    check_value("node", node, f"there are {nodes} nodes", least=0, below=nodes)
+    if not command or (nodes > 1 and not host):
         raise ConfigError(
-            f"torchrun needs a command ({' '.join(command)!r}), ranks ({ranks}) and rendezvous_timeout_s ({rendezvous_timeout_s}) of at "
-            f"least 1, and max_restarts ({max_restarts}) of at least 0"
+            f"torchrun needs a command ({' '.join(command)!r}), and {nodes} nodes the host ({host!r}) where they meet"
         )
-    if not 1 <= least <= nodes or not 0 <= node < nodes:
-        raise ConfigError(f"min_nodes ({least}) must be 1 to nodes ({nodes}), and node ({node}) must be 0 to nodes - 1")
-    if nodes > 1 and not host:
-        raise ConfigError(f"nodes ({nodes}) need the host of the first one, at which their agents meet")
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     if nodes == 1:
         options += ["--nnodes=1", "--standalone"]

@@ -22,8 +22,8 @@ from ludic.distributed.engines import (
 )
 from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.manifest import ServerManifest, VersionFolders, cast_to_server, rename_to_checkpoint
-from ludic.distributed.push.target import describe_failures, list_urls, run_on_all
-from ludic.errors import ConfigError, PublishError
+from ludic.distributed.push.target import describe_failures, list_urls, make_publish_error, run_on_all
+from ludic.errors import ConfigError, PublishError, check_value
 from ludic.inference.client import Publisher, Version, Weights
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints
 
@@ -46,8 +46,7 @@ class SGLangPublisher(Publisher):
     ) -> None:
         """`model` is the folder that the servers were started with. Its config, tokenizer, names
         and shapes are used."""
-        if keep < 2:
-            raise ConfigError(f"keep ({keep}) must be >= 2: after a failed push, servers return to the previous version")
+        check_value("keep", keep, "after a failed push, servers return to the previous version", least=2)
         self.client, self.servers = client, client.endpoints()
         self.timeout_s = timeout_s
         self._unchanged = UnchangedWeights("weights", allowed=allow_unchanged)
@@ -92,9 +91,7 @@ class SGLangPublisher(Publisher):
         """Change the version of the weights that are served."""
         failures = run_on_all(self.servers, lambda server: server.set_weight_version(version))
         if failures:
-            raise PublishError(f"version {version} was not published: {describe_failures(failures)}") from next(
-                iter(failures.values())
-            )
+            raise make_publish_error(f"version {version} was not published: {describe_failures(failures)}", failures.values())
         self._served = self._served[0], version
 
     def _load_on_all(self, folder: Path, version: str) -> None:
@@ -106,10 +103,9 @@ class SGLangPublisher(Publisher):
         old_folder, old = self._served
         lost = run_on_all(self.servers, lambda server: self._load(server, old_folder, old))
         self.client.weights_changed(old, lost=[server.url for server in lost])
-        state = f"; these could not return to version {old or 'default'}, restart them: {list_urls(lost)}" if lost else ""
-        raise PublishError(
-            f"version {version} was not published, servers are back at {old or 'default'} ({describe_failures(failures)}){state}"
-        ) from next(iter(failures.values()))
+        state = f"servers are back at {old or 'default'} ({describe_failures(failures)})"
+        state += f"; these could not return to version {old or 'default'}, restart them: {list_urls(lost)}" if lost else ""
+        raise make_publish_error(f"version {version} was not published, {state}", failures.values())
 
     def _load(self, server: SGLangEndpoints, folder: Path, version: str | None) -> None:
         server.pause(timeout_s=self.timeout_s)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.manifest import VersionFolders
-from ludic.distributed.push.target import as_push_target, describe_failures, run_on_all
-from ludic.errors import ConfigError, PublishError
+from ludic.distributed.push.target import as_push_target, describe_failures, make_publish_error, run_on_all
+from ludic.errors import ConfigError
 from ludic.inference.client import Publisher, Version, Weights
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
@@ -114,9 +114,8 @@ class LoraPublisher(Publisher):
         self._in_sync = not failures
         if failures:
             run_on_all([server for server in self.servers if server not in failures], lambda server: server.unload_adapter(name))
-            raise PublishError(
-                f"adapter {name} was not published, servers keep {self.served_name or 'the model'}: {describe_failures(failures)}"
-            ) from next(iter(failures.values()))
+            kept = f"servers keep {self.served_name or 'the model'}: {describe_failures(failures)}"
+            raise make_publish_error(f"adapter {name} was not published, {kept}", failures.values())
         self._loaded.append(name)
         self._folder = folder
 

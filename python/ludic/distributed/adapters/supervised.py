@@ -154,10 +154,9 @@ class SupervisedServers(Publisher):
         failures = self._wait(asked, is_served, forever=self._is_first)
         failures = {server: error for server, error in failures.items() if server.version is not version}
         unknown = {server: error for server, error in failures.items() if not is_dead(error)}
+        hanging = {server: error for server, error in unknown.items() if isinstance(error, HangsError)}
         if self._is_first and unknown:
-            raise combine_failures(
-                {server: error for server, error in unknown.items() if isinstance(error, HangsError)} or unknown
-            )
+            raise combine_failures(hanging or unknown)
         if len(failures) == len(self._servers):
             raise combine_failures(failures)
         self._is_first = False

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ludic.distributed.interfaces import WeightMetadata
 from ludic.distributed.push.manifest import ServerManifest, check_fit
 from ludic.distributed.push.server_link import ServerLink
-from ludic.distributed.push.target import as_push_target, complete_before_interrupt, describe_failures, list_urls, run_on_all
-from ludic.errors import ConfigError, PublishError, PublishTimeoutError
+from ludic.distributed.push.target import (
+    as_push_target,
+    complete_before_interrupt,
+    describe_failures,
+    list_urls,
+    make_publish_error,
+    run_on_all,
+)
+from ludic.errors import ConfigError, PublishError, on_error
 from ludic.inference.client import Version
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
@@ -130,12 +137,9 @@ class VllmControlPlane:
     def push_folder(self, folder: Path, version: Version = None) -> None:
         """Have every server read the folder and serve it. On a failure before they load it, the
         servers keep their weights."""
-        try:
+        with on_error(self.abandon_update):
             self.announce_folder(folder, version)
             self.finalize_update(version)
-        except BaseException:
-            self.abandon_update()
-            raise
 
     def _begin(self, update_info: Mapping[str, Any], version: Version) -> None:
         self._open, self._start = True, time.perf_counter()
@@ -177,7 +181,7 @@ class VllmControlPlane:
             "they answer no requests until then"
         )
         if not (self.tolerate_lost_servers and self._live):
-            raise _publish_error(message, failures)
+            raise make_publish_error(message, failures.values())
         logger.error("%s", message)
 
     def _pause(self, version: Version) -> None:
@@ -189,7 +193,7 @@ class VllmControlPlane:
             stuck = run_on_all(self._live, ServerLink.resume)
             if stuck:
                 self._notify_client(lost=[link.url for link in stuck])
-                raise _publish_error(f"{error}; {STAY_PAUSED}: {describe_failures(stuck)}", stuck) from error
+                raise make_publish_error(f"{error}; {STAY_PAUSED}: {describe_failures(stuck)}", stuck.values()) from error
             raise
 
     def _notify_client(self, lost: Sequence[str] = ()) -> None:
@@ -218,18 +222,10 @@ class VllmControlPlane:
             return
         remaining = [link for link in self._live if link not in failures]
         if not (self.tolerate_lost_servers and remaining):
-            raise _publish_error(f"{consequence}: {describe_failures(failures)}", failures)
+            raise make_publish_error(f"{consequence}: {describe_failures(failures)}", failures.values())
         logger.error("continuing without %s", describe_failures(failures))
         run_on_all(list(failures), ServerLink.drain)
         self._live = remaining
-
-
-def _publish_error(message: str, failures: Mapping[ServerLink, Exception]) -> PublishError:
-    """The error for a push, with the first failure as its cause."""
-    causes = list(failures.values())
-    error = PublishTimeoutError(message) if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError(message)
-    error.__cause__ = causes[0]
-    return error
 
 
 def _version_name(version: Version) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata, describe_weights
-from ludic.errors import ConfigError, PublishError, shorten_names
+from ludic.errors import ConfigError, PublishError, check_value, shorten_names
 from ludic.files.atomic import delete_folder, replace_folder
 from ludic.inference.client import Weights, WeightSource
 from ludic.models.names import REPLACED_PART, is_adapter, strip_peft_parts
@@ -166,8 +166,7 @@ class VersionFolders:
     def __init__(self, root: str | Path, *, keep: int = 2, model: str | Path | None = None) -> None:
         """`keep` is the number of versions to keep. `model` is a folder whose config and tokenizer
         are copied next to the weights."""
-        if keep < 1:
-            raise ConfigError(f"keep ({keep}) must be >= 1: the version that is served must not be deleted")
+        check_value("keep", keep, "the version that is served must not be deleted", least=1)
         self.root = Path(root).resolve()
         self.keep = keep
         self.model = None if model is None else Path(model)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 
 import msgspec
 
@@ -135,12 +135,9 @@ class ServerLink:
                 raise PublishError(f"{error}; {NEEDS_EXTENSION}") from error
             raise
         try:
-            answers = msgspec.convert(results, list[kind])  # type: ignore[valid-type]
+            return msgspec.convert(results, Annotated[list[kind], msgspec.Meta(min_length=1)])  # type: ignore[valid-type]
         except msgspec.ValidationError as error:
             raise PublishError(f"{self.url} gave no valid answer to {method} ({error}); {NEEDS_EXTENSION}") from error
-        if not answers:
-            raise PublishError(f"{self.url} has no worker that answers {method}; {NEEDS_EXTENSION}")
-        return answers
 
     def _connect(self) -> None:
         """Open a process group with the server's workers. The trainer is rank 0."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
+from ludic.errors import PublishError, PublishTimeoutError
 from ludic.inference.client import PushTarget, Version
 
 
@@ -137,6 +138,17 @@ def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
 def describe_failures(failures: Mapping[S, BaseException]) -> str:
     """Each failed server with its error, for a message."""
     return "; ".join(f"{server.url}: {error}" for server, error in failures.items())
+
+
+def make_publish_error(
+    message: str, causes: Iterable[BaseException], *, answers: Sequence[Mapping[str, Any]] = ()
+) -> PublishError:
+    """The error of a push that failed on some servers. The first of `causes` becomes its cause."""
+    causes = list(causes)
+    kind = PublishTimeoutError if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError
+    error = kind(message, answers=answers)
+    error.__cause__ = causes[0]
+    return error
 
 
 def list_urls(servers: Iterable[Addressed]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludic.errors import DO_NOT_RETRY, TRY_AGAIN, ConfigError
+from ludic.errors import DO_NOT_RETRY, TRY_AGAIN, ConfigError, check_value
 from ludic.launch.process import HOST, USAGE, Process, check_processes
 from ludic.launch.rank_environment import STOP_ONCE
 from ludic.launch.slurm.settings import check_time
@@ -37,11 +37,9 @@ class SlurmJob:
     """More options of sbatch, such as `--partition=gpu` and `--account=lab`."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.cpus_per_node < 1 or self.gpus_per_node < 0 or self.notice_s < 1:
-            raise ConfigError(
-                f"nodes ({self.nodes}), cpus_per_node ({self.cpus_per_node}) and notice_s ({self.notice_s}) must be at least 1, and "
-                f"gpus_per_node ({self.gpus_per_node}) at least 0"
-            )
+        for name in ("nodes", "cpus_per_node", "notice_s"):
+            check_value(name, getattr(self, name), least=1)
+        check_value("gpus_per_node", self.gpus_per_node, least=0)
         check_time(self.time)
         for option in self.options:
             if not (option.startswith("--") and _LINE.fullmatch(option)) or option.split("=")[0] in _RESERVED:
@@ -109,9 +107,9 @@ def assign_nodes(processes: Sequence[Process], job: SlurmJob) -> dict[str, int]:
         wanted = max(1.0, process.cpus)
         fitting = [node for node in range(job.nodes) if cpus[node] >= wanted and gpus[node] >= process.gpus]
         if not fitting:
+            each = f"{job.cpus_per_node} CPUs and {job.gpus_per_node} GPUs"
             raise ConfigError(
-                f"no node has room for {process.name} ({wanted:g} CPUs, {process.gpus:g} GPUs) next to the processes before it; "
-                f"{job.nodes} nodes with {job.cpus_per_node} CPUs and {job.gpus_per_node} GPUs each were given"
+                f"no node of {job.nodes} with {each} has room for {process.name} ({wanted:g} CPUs, {process.gpus:g} GPUs) after the others"
             )
         node = assigned[process.name] = fitting[0]
         cpus[node] -= wanted

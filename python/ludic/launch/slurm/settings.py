@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
+from ludic.launch.process import VARIABLE, check_name
 
 _WORD = re.compile(r"[A-Za-z0-9_.,:=@%/+-]+")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|API_?KEY", re.IGNORECASE)
 """In the name of a variable; TOKENIZERS_PARALLELISM is none."""
 _ASSIGNMENT = re.compile(r"(?:^|[\s;&|({])([A-Za-z_]\w*)=(?![\s;&|]|$|\"?\$(?:\(|\w+\"?(?:[\s;&|]|$)|\{\w+\}\"?(?:[\s;&|]|$)))")
@@ -87,25 +86,38 @@ class SlurmSettings:
     """The interpreter on the nodes."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            *dict.fromkeys(("nodes", "cpus_per_task", "data_parallel", "tensor_parallel", "stop_before_end_s"), 1).items(),
-            ("gpus_per_node", 0),
-        ):
-            if not isinstance(value := getattr(self, name), int) or value < least:
-                raise ConfigError(f"{name} ({value}) must be a whole number of at least {least}")
-        if not self.health_timeout_s > 0:
-            raise ConfigError(f"health_timeout_s ({self.health_timeout_s}) must be above 0 seconds")
+        for name in ("nodes", "cpus_per_task", "data_parallel", "tensor_parallel", "stop_before_end_s"):
+            check_value(name, getattr(self, name), whole=True, least=1)
+        check_value("gpus_per_node", self.gpus_per_node, whole=True, least=0)
+        check_value("health_timeout_s", self.health_timeout_s, above=0)
+        for name in ("server_port", "group_port", "master_port"):
+            check_value(name, getattr(self, name), least=1024, most=65535)
+        check_value("server_port of the last server", self._last_port, most=65535)
         for name in ("train", "server", "setup"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(part, str) and "\0" not in part for part in value):
                 raise ConfigError(f"{name} ({value!r}) must be a list of texts")
         if not self.train:
             raise ConfigError("train is empty; give the arguments of the interpreter, such as -m ludic.cli train maxent")
-        if any("\n" in line for line in self.setup):
-            raise ConfigError(f"setup ({list(self.setup)}) must have one line of the script in each text")
-        self._check_ports()
-        self._check_header()
+        for name in ("group_port", "master_port"):
+            if self.server_port <= getattr(self, name) <= self._last_port:
+                raise ConfigError(
+                    f"{name} ({getattr(self, name)}) is a port of the servers ({self.server_port} to {self._last_port})"
+                )
+        check_time(self.time)
+        check_name("job_name", self.job_name)
+        for name in ("partition", "account", "logs"):
+            value = getattr(self, name)
+            if value is not None and not _WORD.fullmatch(value):
+                raise ConfigError(f"{name} ({value!r}) must be one word of letters, digits and ./_-,:=@+")
+        for name, lines in (("setup", self.setup), ("python", [self.python])):
+            if any("\n" in line for line in lines):
+                raise ConfigError(f"{name} ({list(lines)}) must have one line of the script in each text")
         self._check_secrets()
+
+    @property
+    def _last_port(self) -> int:
+        return self.server_port + self.data_parallel - 1
 
     def with_ports_of(self, job_id: str) -> SlurmSettings:
         """The settings with the ports of this job, if they are to be chosen. Jobs of up to 18
@@ -115,33 +127,11 @@ class SlurmSettings:
         first = 10_000 + int(job_id) % 1000 * 20
         return replace(self, master_port=first, group_port=first + 1, server_port=first + 2, ports_of_job=False)
 
-    def _check_ports(self) -> None:
-        last = self.server_port + self.data_parallel - 1
-        if not all(1024 <= port <= 65535 for port in (self.server_port, last, self.group_port, self.master_port)):
-            raise ConfigError(
-                f"server_port ({self.server_port} to {last}), group_port ({self.group_port}) and master_port ({self.master_port}) must "
-                "be between 1024 and 65535"
-            )
-        for name in ("group_port", "master_port"):
-            if self.server_port <= getattr(self, name) <= last:
-                raise ConfigError(f"{name} ({getattr(self, name)}) is a port of the servers ({self.server_port} to {last})")
-
-    def _check_header(self) -> None:
-        check_time(self.time)
-        if not _NAME.fullmatch(self.job_name):
-            raise ConfigError(f"job_name ({self.job_name!r}) must consist of letters, digits, `_`, `.` and `-`")
-        for name in ("partition", "account", "logs"):
-            value = getattr(self, name)
-            if value is not None and not _WORD.fullmatch(value):
-                raise ConfigError(f"{name} ({value!r}) must be one word of letters, digits and ./_-,:=@+")
-        if "\n" in self.python or not self.python:
-            raise ConfigError(f"python ({self.python!r}) must be the path of an interpreter")
-
     def _check_secrets(self) -> None:
         """Raise ConfigError for what would be readable in the script, and for variables that cannot
         be written into it."""
         for name, value in (self.environment or {}).items():
-            if not _VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
+            if not VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
                 raise ConfigError(f"environment: {name}={value!r} cannot be written into a script; use letters, digits and `_`")
             if _SECRET.search(name) or _ADDRESS.search(value):
                 raise ConfigError(f"environment: {name} would be readable in the script; export it where you submit the job")
