@@ -25,7 +25,7 @@ RECIPE = recipe_of()
         (["place.actors=-1"], r"place.actors \(-1\) must be at least 0"),
         (["place.actors=1", "place.restarts=-1"], r"place.restarts \(-1\) must be at least 0"),
         (["place.actors=1", "queue.order=random"], r"queue.order \(random\) .*exact, arrival"),
-        (["place.actors=1", "queue.prompts_per_entry=5"], r"prompts_per_entry \(5\) must divide rollout.prompts \(32\)"),
+        (["place.actors=1", "queue.prompts_per_entry=5"], r"prompts_per_entry \(5\) must be a divisor of rollout.prompts \(32\)"),
         (["place.actors=1", "queue.prompts_per_entry=0"], r"prompts_per_entry \(0\) must be at least 1"),
         (["place.actors=1", "queue.lease_s=0"], r"queue.lease_s \(0.0\) must be above 0"),
         (["place.actors=1", "queue.patience_s=-3"], r"queue.patience_s \(-3.0\) must be above 0"),
@@ -38,11 +38,11 @@ RECIPE = recipe_of()
         (["queue.url=http://localhost"], "must begin with redis:// or rediss://"),
         (
             ["place.actors=1", "place.servers=1", "inference.batches_ahead=1"],
-            r"inference.batches_ahead \(1\) must be 0 .* set queue.order=arrival",
+            r"inference.batches_ahead \(1\) must be 0 .* queue.order=arrival",
         ),
         (
             ["place.actors=1", "inference.url=http://h:8000", "inference.batches_ahead=2"],
-            r"must be 0 with servers and queue.order=exact",
+            r"batches_ahead \(2\) must be 0 with servers, unless queue.order=arrival",
         ),
         (["place.actors=1", "inference=vllm"], "needs servers: set place.servers=N"),
     ],

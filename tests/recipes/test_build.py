@@ -196,8 +196,10 @@ def test_wrong_settings_of_checkpoints_are_refused_before_a_run_begins(override:
 
 
 def test_a_network_whose_size_is_not_divisible_by_its_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"network\.hidden_size \(100\)"):
-        make_small_model(compose(["network.hidden_size=100", "network.num_heads=8"]).network)
+    with pytest.raises(ConfigError, match=r"network\.hidden_size \(100\) .*a multiple of network\.num_heads \(8\)"):
+        compose(["network.hidden_size=100", "network.num_heads=8"])
+    with pytest.raises(ConfigError, match=r"network\.num_heads \(8\) .*a multiple of network\.num_kv_heads \(3\)"):
+        compose_sft(["data=rows.jsonl", "network.hidden_size=64", "network.num_heads=8", "network.num_kv_heads=3"])
 
 
 def test_the_small_model_has_the_vocabulary_of_the_named_tokenizer(tmp_path: Path) -> None:
@@ -234,5 +236,5 @@ def test_a_run_that_can_learn_or_should_not_learn_is_accepted(overrides):
 )
 def test_the_numbers_of_a_task_are_whole(monkeypatch, number, remedy):
     monkeypatch.setattr(DigitSort, "max_new_tokens", number)
-    with pytest.raises(ConfigError, match=rf"max_new_tokens .*task sort \(.*\) .*above 0{remedy}"):
+    with pytest.raises(ConfigError, match=rf"max_new_tokens .*task sort \(.*\) .*at least 1{remedy}"):
         build_episodic_task(compose(["sort"]))

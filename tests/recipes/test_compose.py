@@ -124,7 +124,7 @@ def test_a_file_can_have_settings_for_each_algorithm(tmp_path: Path) -> None:
         ("seed=three", r"seed=three: .*three"),
         ("seed=1,2", r"for a list, write seed=\[1,2\]"),
         ("reward=a:f,b:g", r"for a list, write reward=\[a:f,b:g\]"),
-        ("seed=range(1,3)", r"sweep"),
+        ("seed=range(1,3)", r"seed=range\(1,3\)' must give a setting one value; one list is"),
         ("~seed", r"one recipe|no recipe|not key=value|sweep"),
         ("seed =3", r"not key=value"),
         ("adition", r"no recipe 'adition'; did you mean addition"),

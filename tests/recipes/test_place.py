@@ -55,7 +55,7 @@ def test_where_a_run_executes_does_not_change_its_hash():
         (["insecure=true"], r"place.insecure \(True\) needs place.on=ray; set that too"),
         (["nodes=2", "trainers=2"], r"place.nodes \(2\) needs place.on=ray or place.on=slurm; .*torchrun"),
         (["on=ray", "nodes=2", "trainers=3"], r"place.trainers \(3\) must be a multiple of place.nodes \(2\)"),
-        (["on=ray", "nodes=2", "trainers=2", "min_nodes=3"], r"place.min_nodes \(3\) must be from 1 to place.nodes \(2\)"),
+        (["on=ray", "nodes=2", "trainers=2", "min_nodes=3"], r"place.min_nodes \(3\) must be at most place.nodes \(2\)"),
         (["on=ray", "nodes=2", "trainers=2", "min_nodes=0"], r"place.min_nodes \(0\) must be at least 1"),
         (["stop_s=0.5"], r"place.stop_s \(0.5\) must be at least 1"),
         (["nodes=0"], r"place.nodes \(0\) must be at least 1"),

@@ -17,7 +17,7 @@ def test_a_range_includes_both_ends(composer, steps, expected):
 
 @pytest.mark.parametrize("steps", ["12-10", "0-3", "0", "a", "1-", "-1", "1-2-3", "1,2", "", "٣"])
 def test_anything_else_is_an_error_with_the_remedy(steps):
-    with pytest.raises(ConfigError, match=r"profile\.steps \(.*\) must be a step or a range .* write 10, or 10-12"):
+    with pytest.raises(ConfigError, match=r"profile\.steps \(.*\) must be a step .*or a range: write 10, or 10-12"):
         parse_steps(ProfileSection(steps))
 
 

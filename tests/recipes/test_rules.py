@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, list_builtin_recipes
 from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
-from ludic.recipes.rules import Rules, check_settings
+from ludic.recipes.rules import _RELATIONS, Rules, check_settings
 
 RECIPES = [compose([]), compose_sft([]), compose_rm([]), compose_dpo([])]
 
@@ -26,6 +26,7 @@ def list_rules(section, prefix=()):
 
 
 ALL = [(recipe, path, rules) for recipe in RECIPES for path, rules in list_rules(recipe)]
+RELATIONS = {rules["relation"] for _, _, rules in ALL if "relation" in rules}
 BOUNDED = [each for each in ALL if {"least", "above", "most", "below"} & each[2].keys()]
 
 
@@ -48,6 +49,10 @@ def test_every_rule_has_a_known_name_and_every_condition_a_setting_that_can_have
             section = reduce(getattr, sections, recipe)
             [item] = [item for item in fields(section) if item.name == leaf]
             assert not wanted or wanted in item.metadata["choices"], (path, condition)
+        if "relation" in rules:
+            relation, _, other = rules["relation"].rpartition(" ")
+            assert relation in _RELATIONS
+            assert reduce(getattr, other.split("."), recipe) is not None
 
 
 @given(st.sampled_from(range(len(BOUNDED))), st.floats() | st.integers(-3, 70_000))
@@ -66,9 +71,10 @@ def test_a_number_is_refused_if_and_only_if_it_is_out_of_bounds(number, value):
         problem = str(error)
     finally:
         setattr(section, leaf, kept)
-    is_out = problem.startswith(f"{'.'.join(path)} ({value}) must be ")
+    by_relation = any(f"must be {relation} (" in problem for relation in RELATIONS)
+    is_out = problem.startswith(f"{'.'.join(path)} ({value}) must be ") and not by_relation
     assert is_out != within
-    assert is_out or not problem or conditions(rules)
+    assert is_out or not problem or conditions(rules) or by_relation
 
 
 @pytest.mark.parametrize(
@@ -90,6 +96,9 @@ def test_a_number_is_refused_if_and_only_if_it_is_out_of_bounds(number, value):
             ["warmup.data_format=alpacca"],
             r"warmup\.data_format \(alpacca\) .*auto, messages, .*did you mean alpaca\?",
         ),
+        (["network.num_heads=0"], r"network\.num_heads \(0\) must be at least 1"),
+        (["place.trainers=3", "place.nodes=2", "place=ray"], r"trainers \(3\) must be a multiple of place\.nodes \(2\)"),
+        (["actors=1", "queue.prompts_per_entry=5"], r"prompts_per_entry \(5\) must be a divisor of rollout\.prompts \(32\)"),
         (["network.end_of_turn=tab"], r"network\.end_of_turn \(tab\) .*eos, newline"),
         (["inference.weights=shm"], r"inference\.weights \(shm\) .*gloo, ludic_nccl, disk"),
     ],

@@ -328,7 +328,7 @@ def test_ungraded_answers_are_counted_and_are_not_zeros(here: Path, model: Path)
         (["data=problems.jsonl", "reward=own_problem_rewards:vowel"], "has no 'vowel'"),
         (["data=problems.jsonl", "reward=own_problem_rewards.py:vowels"], "such as own_problem_rewards:vowels"),
         (["data=bad.jsonl", "reward=own_problem_rewards:vowels"], "bad.jsonl, line 2: prompt must be text"),
-        (["sort", "data=problems.jsonl", "reward=own_problem_rewards:vowels"], "task.kind is sort"),
+        (["sort", "data=problems.jsonl", "reward=own_problem_rewards:vowels"], "task.kind (sort) makes its own problems"),
         (["data=problems.jsonl", "reward=own_problem_rewards:vowels", "reward_weights=[1,2]"], "2 weights for 1"),
         (["data=problems.jsonl", "reward=own_problem_rewards:vowels", "dta=x"], "did you mean data"),
     ],

@@ -77,7 +77,7 @@ def test_a_row_that_no_reward_function_can_judge_is_found_at_the_start(tmp_path)
 
 def test_tasks_that_read_no_rows_refuse_it(tmp_path):
     source = write(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    with pytest.raises(ConfigError, match=r"streaming=true .*data=FILE .*task\.kind=sort makes its own"):
+    with pytest.raises(ConfigError, match=r"streaming need task\.kind=data; .*sort\) makes its own"):
         build_task(TaskSection(kind="sort"), streaming=True)
     with pytest.raises(ConfigError, match="streaming=true is for prompts with reward functions"):
         build_task(TaskSection(kind="data"), data=source, reward="code", streaming=True)

@@ -38,19 +38,12 @@ def check_actors(recipe: Recipe) -> None:
     if not uses_queue(recipe):
         return
     section, ahead = recipe.queue, recipe.inference.batches_ahead
-    if section.max_lag is not None and section.max_lag <= ahead:
-        raise ConfigError(f"queue.max_lag ({section.max_lag}) must be more than inference.batches_ahead ({ahead})")
-    size, prompts = section.prompts_per_entry, recipe.rollout.prompts
-    if size is not None and prompts % size:
-        raise ConfigError(f"queue.prompts_per_entry ({size}) must divide rollout.prompts ({prompts})")
     if section.url is not None:
         check_url(section.url)
     address = find_queue(section, Path())  # raises for a wrong LUDIC_QUEUE_URL
     place, samples_on_servers = recipe.place, choose_kind(recipe.inference) == "vllm"
     if section.order == "exact" and ahead > 0 and (samples_on_servers or place.servers):
-        raise ConfigError(
-            f"inference.batches_ahead ({ahead}) must be 0 with servers and queue.order=exact; or set queue.order=arrival"
-        )
+        raise ConfigError(f"inference.batches_ahead ({ahead}) must be 0 with servers, unless queue.order=arrival")
     if samples_on_servers and recipe.inference.url is None and not place.servers:
         raise ConfigError("place.actors with inference=vllm needs servers: set place.servers=N, or inference.url to started ones")
     if place.actors and not is_on_one_machine(place) and "://" not in address:  # locks of SQLite need a local file system

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ludic.agents.tool_agent import ToolUse, find_tools
-from ludic.errors import ConfigError, did_you_mean
+from ludic.errors import ConfigError, check_value, did_you_mean
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.recipes.sections import CallbacksSection, ControllersSection, RLCallbacksSection, build_info_seed, check_reference
@@ -67,10 +67,8 @@ def build_task(
         rows = TaskData(data, streaming=streaming, **{name: value for name, value in section.args.items() if name in names})
         rest = {name: value for name, value in section.args.items() if name not in names}
         return _call(make, {**rest, **explicit, "data": rows}, "task.args", also=names)
-    if data is not None or reward is not None or eval_reward is not None:
-        raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
-    if streaming:
-        raise ConfigError(f"streaming=true leaves the rows of data=FILE on disk; task.kind={section.kind} makes its own problems")
+    if streaming or any(given is not None for given in (data, reward, eval_reward)):
+        raise ConfigError(f"data, reward and streaming need task.kind=data; task.kind ({section.kind}) makes its own problems")
     return build_named(TASKS, section)
 
 
@@ -93,9 +91,8 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     task = as_episodic(build_task(recipe.task, **{name: getattr(recipe, name) for name in names}, judged=judged))
     for name in ("max_turns", "max_new_tokens"):
         number = getattr(task, name)
-        if not isinstance(number, int) or number < 1:
-            remedy = "; make it a property" if callable(number) else ""
-            raise ConfigError(f"{name} of the task {recipe.task.kind} ({number!r}) must be an int above 0{remedy}")
+        remedy = "make it a property" if callable(number) else ""
+        check_value(f"{name} of the task {recipe.task.kind}", number, remedy, whole=True, least=1)
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     functions, rollout = find_tools(recipe.tools), recipe.rollout
     return WithTools(task, ToolUse(functions, rollout.max_tool_turns, rollout.tool_timeout_s)) if functions else task
@@ -163,10 +160,9 @@ def check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"trainer.model_device ({name}) must be a torch device, such as cpu, cuda or cuda:1") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.model_device ({name}): torch finds no GPU here; set trainer.model_device=cpu")
-    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise ConfigError(f"trainer.model_device ({name}): there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"trainer.model_device ({name}): torch finds {count} GPUs, counted from cuda:0; set another, or cpu")
 
 
 def build_config(config: type[C], section: Any, **derived: Any) -> C:
@@ -239,13 +235,16 @@ def _build_meta(section: ControllersSection, schedule: EntropySchedule | None, a
     )
 
 
+_COEFFICIENTS = {
+    "tau": "it belongs to algorithm=maxent_grpo",
+    "beta": "set algorithm_args.beta (maxent_grpo) or algorithm_args.reference_kl above 0",
+}
+"""Coefficient -> what gives an algorithm one."""
+
+
 def _require(algorithm: RLAlgorithm, name: str, setting: str) -> Coefficient:
     if name not in algorithm.coefficients:
-        remedy = {
-            "tau": "it belongs to algorithm=maxent_grpo",
-            "beta": "set algorithm_args.beta (maxent_grpo) or algorithm_args.reference_kl above 0",
-        }
-        raise ConfigError(f"{setting} controls {name}, which {algorithm.name} does not have; {remedy[name]}")
+        raise ConfigError(f"{setting} controls {name}, which {algorithm.name} does not have; {_COEFFICIENTS[name]}")
     return algorithm.coefficients[name]
 
 

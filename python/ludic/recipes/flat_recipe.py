@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from ludic.errors import ConfigError, did_you_mean
+from ludic.errors import ConfigError, check_value, did_you_mean
 from ludic.recipes.foreign_names import BETA_NAMES, FLAT_REASONS, INSTEAD, MAXENT_ONLY, META, REASONS, SEED, SETTINGS
 
 TASKS = {"grpo": False, "maxent": True, "maxent-grpo": True, "infoseed": False, "info-seed": False}
@@ -90,21 +90,16 @@ def from_flat(
     """
     flat = {**_flatten(content), **(replaced or {})}
     _check_known(flat)
-    if task is not None and task not in TASKS:
-        raise ConfigError(f"task ({task}) must be one of {', '.join(TASKS)}")
+    check_value("task", task, optional=True, choices=TASKS)
     is_maxent = not flat.get("train_grpo_objective", False) if task is None else TASKS[task]
     settings: dict[str, Any] = {"algorithm": "maxent_grpo" if is_maxent else "grpo", "task.kind": "data"}
-    if not is_maxent and (
-        own := [key for key in flat if key in MAXENT_ONLY or key in ("maxent_clip_range", "maxent_use_clip_objective")]
-    ):
+    own = [key for key in flat if key in MAXENT_ONLY or key in ("maxent_clip_range", "maxent_use_clip_objective")]
+    if own and not is_maxent:
         raise ConfigError(f"{', '.join(own)} are settings of MaxEnt, and the objective is GRPO; set train_grpo_objective: false")
     settings |= _rename(flat, {**SHARED, **MAXENT_ONLY})
-    betas = {name: flat[name] for name in BETA_NAMES if flat.get(name) is not None}
-    if len(set(betas.values())) > 1:
-        raise ConfigError(f"{', '.join(f'{name}: {value}' for name, value in betas.items())} are one coefficient; keep one")
-    if betas:
-        settings["algorithm_args.beta" if is_maxent else "algorithm_args.reference_kl"] = next(iter(betas.values()))
-        settings["algorithm_args.kl_level"] = "sequence"
+    coefficient = "algorithm_args.beta" if is_maxent else "algorithm_args.reference_kl"
+    if beta := _rename(flat, dict.fromkeys(BETA_NAMES, coefficient)):
+        settings |= {**beta, "algorithm_args.kl_level": "sequence"}
     _translate_clip(flat, settings, is_maxent)
     _translate_batch(flat, settings, ranks)
     _translate_rest(flat, settings)
@@ -119,7 +114,7 @@ def from_flat(
             settings.pop(SHARED[key], None)
     if flat.get("info_seed_enabled"):
         settings |= {"info_seed.coeff": 0.0, **_rename(flat, SEED, "info_seed.")}
-    if task in ("infoseed", "info-seed") and not flat.get("info_seed_enabled"):
+    elif task in ("infoseed", "info-seed"):
         raise ConfigError(f"task {task} needs info_seed_enabled: true")
     return FlatRecipe(_nest({**_DEFAULTS, **settings}), without)
 
@@ -220,15 +215,12 @@ def _translate_batch(flat: Mapping[str, Any], settings: dict[str, Any], ranks: i
     counts = {name: default if flat.get(name) is None else flat[name] for name, default in _BATCH.items()}
     counts["num_processes"] = flat.get("num_processes") or ranks
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{name} ({count!r}) must be a whole number above 0")
+        check_value(name, count, whole=True, least=1)
     per_device, accumulation, group, processes = counts.values()
     answers = per_device * accumulation * processes
     if answers % group:
-        raise ConfigError(
-            f"per_device_train_batch_size ({per_device}) x gradient_accumulation_steps ({accumulation}) x num_processes or ranks "
-            f"({processes}) is {answers} answers, which num_generations ({group}) must divide"
-        )
+        product = f"per_device_train_batch_size ({per_device}) x gradient_accumulation_steps ({accumulation}) x {processes} ranks"
+        raise ConfigError(f"{product} is {answers} answers, which num_generations ({group}) must divide")
     settings["rollout.prompts"] = answers // group
 
 
@@ -238,8 +230,7 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
         settings["trainer.betas"] = [default if beta is None else beta for beta, default in zip(betas, (0.9, 0.999), strict=True)]
     url = settings.pop("inference.url", None)
     if flat.get("use_vllm"):
-        if flat.get("vllm_mode", "server") not in ("server", "colocate"):
-            raise ConfigError(f"vllm_mode ({flat['vllm_mode']}) must be server or colocate")
+        check_value("vllm_mode", flat.get("vllm_mode", "server"), choices=("server", "colocate"))
         settings["inference.kind"] = "vllm"
         host, port = (flat.get(key) for key in _SERVER_ADDRESS)
         if url is None and (host is not None or port is not None):
@@ -261,13 +252,10 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
         settings |= {"trainer.max_seq_len": longest, "trainer.micro_token_budget": max(8192, longest)}
     source = flat.get("maxent_reference_logprobs_source")
     if source is not None:
-        if source not in ("auto", "model"):
-            raise ConfigError(f"maxent_reference_logprobs_source ({source}) must be auto or model")
+        check_value("maxent_reference_logprobs_source", source, choices=("auto", "model"))
         settings["reference.source"] = source
     if settings.get("controllers.entropy.least") == 0:
         settings.pop("controllers.entropy.least")  # tau never reaches 0 here
-    if isinstance(data := settings.get("data"), Mapping) and flat.get("dataset_name") is not None:
-        raise ConfigError(f"dataset_name ({flat['dataset_name']}) and dataset_mixture ({len(data)} keys) are both data; keep one")
     if isinstance(reward := settings.get("reward"), list) and len(reward) == 1:
         settings["reward"] = reward[0]
 
@@ -281,8 +269,8 @@ def _rename(flat: Mapping[str, Any], names: Mapping[str, str], prefix: str = "")
             continue
         path = f"{prefix}{names[key]}"
         if settings.get(path, value) != value:
-            others = [name for name in flat if names.get(name) == names[key]]
-            raise ConfigError(f"{' and '.join(others)} are names of one setting, {path}, with different values; keep one")
+            others = " and ".join(f"{name} ({flat[name]})" for name in flat if names.get(name) == names[key])
+            raise ConfigError(f"{others} are names of one setting, {path}, with different values; keep one")
         settings[path] = value
     return settings
 

@@ -126,11 +126,6 @@ def make_small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
     """The configuration of the small model, for any head."""
     from transformers import Qwen2Config
 
-    if network.hidden_size % network.num_heads or network.num_heads % network.num_kv_heads:
-        raise ConfigError(
-            f"network.hidden_size ({network.hidden_size}) must be a multiple of num_heads ({network.num_heads}), "
-            f"and num_heads of num_kv_heads ({network.num_kv_heads})"
-        )
     tokenizer = _make_small_tokenizer(network) if tokenizer is None else tokenizer
     return Qwen2Config(
         vocab_size=len(tokenizer),

@@ -45,18 +45,13 @@ def parse_override(text: str) -> Override:
     try:
         text.encode()
         parsed = OverridesParser.create().parse_override(text)
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"override {text!a} is not text in UTF-8") from error
-    except HydraException as error:
-        raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"override {text[:60]!r} cannot be read: {first_line(error)}") from error
-    if parsed.is_choice_sweep() and not parsed.is_delete():
-        key, _, values = text.partition("=")
-        if "choice(" not in values:
-            raise ConfigError(f"override {text!r} gives several values; for a list, write {key}=[{values}]")
+    except (HydraException, ValueError, RecursionError) as error:
+        reason = f"{first_line(error)}; quote special characters"
+        raise ConfigError(f"override {text[:60]!a} is not key=value as Hydra writes it: {reason}") from error
     if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
-        raise ConfigError(f"override {text!r} is a sweep or a deletion; give a single value, a list as [1,2], or null")
+        values = text.partition("=")[2]
+        remedy = "one list is [1,2]" if "(" in values else f"for a list, write {parsed.key_or_group}=[{values}]"
+        raise ConfigError(f"override {text!r} must give a setting one value; {remedy}")
     return make_override(parsed.key_or_group, parsed.value(), text=text)
 
 
@@ -140,10 +135,8 @@ def check_plain(value: Any, where: str) -> None:
     elif isinstance(value, str):
         if "${" in value:
             raise ConfigError(f"{where} ({value[:60]}) refers to another value; write the value itself instead of ${{...}}")
-        if "\0" in value:
-            raise ConfigError(f"{where} ({value[:60]!a}) holds a NUL character, which no text or path can have")
-        if any("\ud800" <= char <= "\udfff" for char in value):
-            raise ConfigError(f"{where} ({value[:60]!a}) holds half of a surrogate pair, which is not valid text")
+        if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+            raise ConfigError(f"{where} ({value[:60]!a}) holds a NUL character or half of a surrogate pair, which no text has")
 
 
 FLAGS: dict[str, tuple[str, type]] = {

@@ -31,7 +31,7 @@ class TrainersSection:
     this run alone; or HOST:PORT. Null: auto."""
     insecure: bool = setting(False, needs="place.on=ray")
     """Use a Ray cluster that demands no token: whoever reaches it can run code on its machines."""
-    trainers: int = setting(1, least=1)
+    trainers: int = setting(1, least=1, relation="a multiple of place.nodes")
     """Processes (ranks) that train one model together, over all machines. `ranks=2` is short for
     `place.trainers=2`."""
     nodes: int = setting(
@@ -39,7 +39,7 @@ class TrainersSection:
     )
     """Machines of the trainers, which are divided evenly among them; with `on=slurm`, machines of
     the whole job."""
-    min_nodes: Optional[int] = setting(None, least=1)  # noqa: UP045
+    min_nodes: Optional[int] = setting(None, least=1, relation="at most place.nodes")  # noqa: UP045
     """Machines with which trainers go on if others are lost. Null: all are needed."""
     restarts: int = setting(3, least=0)
     """How often a process that fails is started again in ten minutes; one failure more ends the
@@ -99,11 +99,7 @@ def is_on_one_machine(section: TrainersSection) -> bool:
 
 
 def check_place(section: TrainersSection) -> None:
-    """Raise `ConfigError` for numbers that do not fit each other."""
-    if section.trainers % section.nodes:
-        raise ConfigError(f"place.trainers ({section.trainers}) must be a multiple of place.nodes ({section.nodes})")
-    if section.min_nodes is not None and section.min_nodes > section.nodes:
-        raise ConfigError(f"place.min_nodes ({section.min_nodes}) must be from 1 to place.nodes ({section.nodes})")
+    """Raise `ConfigError` for one GPU and a share of another."""
     for name, value in asdict(section).items():
         if name.endswith("_gpus") and value > 1 and value != int(value):
             raise ConfigError(f"place.{name} ({value}) must be a whole number, or less than 1 to share a GPU")
@@ -235,11 +231,17 @@ class QueueSection:
     before it, so that the run does not depend on when actors finish or die. `arrival`: a batch has
     the prompts that are finished first."""
     max_lag: Optional[int] = setting(  # noqa: UP045
-        None, needs=_ACTORS, excludes="queue.order=exact", hint="it belongs to queue.order=arrival"
+        None,
+        relation="more than inference.batches_ahead",
+        needs=_ACTORS,
+        excludes="queue.order=exact",
+        hint="it belongs to queue.order=arrival",
     )
     """With `order=arrival`: a step waits for prompts that are still being answered by a version
     this much older. Null: `inference.batches_ahead` + 2."""
-    prompts_per_entry: Optional[int] = setting(None, least=1, needs=_ACTORS)  # noqa: UP045
+    prompts_per_entry: Optional[int] = setting(  # noqa: UP045
+        None, least=1, relation="a divisor of rollout.prompts", needs=_ACTORS
+    )
     """Prompts that an actor answers at a time; must divide `rollout.prompts`. More are faster,
     fewer are shared by more actors. Null: at most a quarter of a batch. The last digits of results
     depend on it."""

@@ -4,7 +4,8 @@ them to a whole recipe. Rules between settings that these cannot express are fun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING as NO_DEFAULT, Field, field, fields, is_dataclass
 from functools import reduce
 from typing import Any, Unpack
@@ -22,6 +23,9 @@ class Rules(ValueRules, total=False):
     is not at its default.
     """
 
+    relation: str
+    """What it must be compared with another setting, unless that is null: `a multiple of
+    place.nodes`."""
     needs: str
     """It may be set only if one of these conditions is true."""
     excludes: str
@@ -29,6 +33,14 @@ class Rules(ValueRules, total=False):
     hint: str
     """A remedy or reason that ends an error. A setting with `needs` or `excludes` has it for errors
     about these, not about its bounds."""
+
+
+_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "at most": operator.le,
+    "more than": operator.gt,
+    "a multiple of": lambda value, other: other == 0 or value % other == 0,  # 0 breaks a rule of the other one
+    "a divisor of": lambda value, other: other % value == 0,
+}
 
 
 def setting(default: Any = MISSING, **rules: Unpack[Rules]) -> Any:
@@ -61,6 +73,10 @@ def _find_problem(recipe: Any, path: str, item: Field[Any], value: Any) -> str |
     broken = find_broken_rule(value, **{name: rule for name, rule in rules.items() if name in ValueRules.__annotations__})
     if broken is not None:
         return f"{broken}{hint if 'choices' in rules or not rules.keys() & {'needs', 'excludes'} else ''}"
+    relation, _, other_path = rules.get("relation", "").rpartition(" ")
+    compared = reduce(getattr, other_path.split("."), recipe) if relation else None
+    if compared is not None and not _RELATIONS[relation](value, compared):
+        return f"must be {relation} {other_path} ({compared})"
     if value == _default(item):
         return None
     if "needs" in rules and not any(_is_true(recipe, each) for each in rules["needs"].split(" or ")):

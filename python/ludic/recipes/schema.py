@@ -51,13 +51,13 @@ class TaskSection:
 class NetworkSection:
     """The small model that is made when `model` is null."""
 
-    hidden_size: int = MISSING
+    hidden_size: int = setting(relation="a multiple of network.num_heads")
     """Width of the hidden states."""
     num_layers: int = MISSING
     """Decoder layers."""
-    num_heads: int = MISSING
+    num_heads: int = setting(least=1, relation="a multiple of network.num_kv_heads")
     """Attention heads of a layer, each of `hidden_size / num_heads` dimensions."""
-    num_kv_heads: int = MISSING
+    num_kv_heads: int = setting(least=1)
     """Heads of keys and values, which the attention heads share (grouped-query attention)."""
     intermediate_size: int = MISSING
     """Width of the feed-forward layers."""

@@ -162,8 +162,7 @@ def parse_steps(section: ProfileSection) -> tuple[int, int] | None:
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ConfigError(
-            f"profile.steps ({section.steps}) must be a step or a range of steps from 1 on, the first no later than the last; "
-            "write 10, or 10-12 for three steps"
+            f"profile.steps ({section.steps}) must be a step from 1 on, or a range: write 10, or 10-12 for three steps"
         )
     return first, last
 
