@@ -131,7 +131,7 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
         (["sort", "inference=vllm"], "a server needs a model"),
         (
             [*SERVED, "--gpus-per-node", "1"],
-            "room for 0 servers of 1 GPUs, and data_parallel is 1: training",
+            "data_parallel (1) must be at most 0; ",
         ),
         (["sort", "lr=3"], "there is no setting 'lr'"),
         (["sort", "place.actors=2"], "ludic slurm places the processes itself"),

@@ -2,10 +2,12 @@
 ones."""
 
 import shlex
+from functools import reduce
 
 import pytest
 
 from ludic.errors import ConfigError
+from ludic.recipes.epochs_schema import compose_rm
 from ludic.recipes.overrides import FLAGS, SWITCHES, Override, parse_flags
 
 DOCUMENTED = shlex.split("""
@@ -17,7 +19,10 @@ DOCUMENTED = shlex.split("""
 
 
 def settings(*arguments: str) -> dict[str, object]:
-    return {found.key: found.value for found in parse_flags(arguments) if isinstance(found, Override)}
+    """The settings that the flags set, with their values in the recipe."""
+    keys = [found.key for found in parse_flags(arguments) if isinstance(found, Override)]
+    recipe = compose_rm(arguments)
+    return {key: reduce(getattr, key.split("."), recipe) for key in keys}
 
 
 def test_every_flag_of_the_documented_command_sets_its_key() -> None:
@@ -73,8 +78,8 @@ def test_a_path_is_passed_on_unchanged() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lr", "fast"], r"--lr \(fast\) must be a number"),
-        (["--steps", "1.5"], r"--steps \(1.5\) must be a whole number"),
+        (["--lr", "fast"], r"--lr fast: .*'fast' .*converted to Float"),
+        (["--steps", "1.5"], r"--steps 1.5: .*'1.5' .*converted to Integer"),
         (["--steps"], "--steps needs a value"),
         (["--steps", "--lora"], "--steps needs a value"),
         (["--lora-rank", "8"], "add --lora"),
@@ -85,7 +90,7 @@ def test_a_path_is_passed_on_unchanged() -> None:
 )
 def test_the_error_of_an_invalid_flag_names_it(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        list(parse_flags(arguments))
+        compose_rm(arguments)
 
 
 def test_no_two_tables_have_the_same_flag() -> None:

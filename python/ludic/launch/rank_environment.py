@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 
 LOWEST_PORT, NUM_PORTS = 12_000, 16_000
 """Ports that are derived from the id of a Slurm job. All are below the range that systems give to
@@ -71,8 +71,7 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int 
     if world_size == 1:
         return None
     environment = _read_torchrun(environ, world_size) if is_torchrun else _read_slurm(environ, world_size, port)
-    if not 0 <= environment.rank < environment.world_size:
-        raise ConfigError(f"the environment has rank {environment.rank} of {environment.world_size}; ranks count from 0")
+    check_value("the rank in the environment", environment.rank, "ranks count from 0", least=0, below=environment.world_size)
     return environment
 
 

@@ -139,37 +139,37 @@ def check_plain(value: Any, where: str) -> None:
             raise ConfigError(f"{where} ({value[:60]!a}) holds a NUL character or half of a surrogate pair, which no text has")
 
 
-FLAGS: dict[str, tuple[str, type]] = {
-    "--model": ("model", str),
-    "--tokenizer": ("tokenizer", str),
-    "--data": ("data", str),
-    "--hf-dataset": ("data", str),
-    "--hf-config": ("data_config", str),
-    "--hf-split": ("split", str),
-    "--limit": ("limit", int),
-    "--steps": ("steps", int),
-    "--batch-size": ("batch_size", int),
-    "--micro-token-budget": ("trainer.micro_token_budget", int),
-    "--max-seq-len": ("trainer.max_seq_len", int),
-    "--lr": ("trainer.lr", float),
-    "--weight-decay": ("trainer.weight_decay", float),
-    "--warmup-steps": ("trainer.warmup_steps", int),
-    "--lr-scheduler": ("trainer.lr_scheduler_type", str),
-    "--beta": ("loss.beta", float),
-    "--regularization-lambda": ("loss.regularization_lambda", float),
-    "--label-smoothing": ("loss.label_smoothing", float),
-    "--lora-rank": ("lora.rank", int),
-    "--lora-alpha": ("lora.alpha", float),
-    "--lora-dropout": ("lora.dropout", float),
-    "--lora-target-modules": ("lora.target_modules", list),
-    "--eval-data": ("heldout_data", str),
-    "--eval-split": ("heldout_split", str),
-    "--eval-limit": ("heldout_limit", int),
-    "--eval-every": ("trainer.eval_every_n_steps", int),
-    "--early-stopping-patience": ("trainer.early_stopping_patience", int),
-    "--seed": ("seed", int),
+FLAGS = {
+    "--model": "model",
+    "--tokenizer": "tokenizer",
+    "--data": "data",
+    "--hf-dataset": "data",
+    "--hf-config": "data_config",
+    "--hf-split": "split",
+    "--limit": "limit",
+    "--steps": "steps",
+    "--batch-size": "batch_size",
+    "--micro-token-budget": "trainer.micro_token_budget",
+    "--max-seq-len": "trainer.max_seq_len",
+    "--lr": "trainer.lr",
+    "--weight-decay": "trainer.weight_decay",
+    "--warmup-steps": "trainer.warmup_steps",
+    "--lr-scheduler": "trainer.lr_scheduler_type",
+    "--beta": "loss.beta",
+    "--regularization-lambda": "loss.regularization_lambda",
+    "--label-smoothing": "loss.label_smoothing",
+    "--lora-rank": "lora.rank",
+    "--lora-alpha": "lora.alpha",
+    "--lora-dropout": "lora.dropout",
+    "--lora-target-modules": "lora.target_modules",
+    "--eval-data": "heldout_data",
+    "--eval-split": "heldout_split",
+    "--eval-limit": "heldout_limit",
+    "--eval-every": "trainer.eval_every_n_steps",
+    "--early-stopping-patience": "trainer.early_stopping_patience",
+    "--seed": "seed",
 }
-"""Flag -> its setting, and the type of its value. A list is names separated by commas."""
+"""Flag -> its setting."""
 SWITCHES = {
     "--lora": Override("lora.rank", 8, "--lora"),
     "--profile-memory": Override("trainer.profile_memory", True, "--profile-memory"),
@@ -211,7 +211,7 @@ def parse_flags(arguments: Sequence[str | Override]) -> Iterator[str | Override]
             ours = SETTINGS.get(name.lstrip("-").replace("-", "_"), "").split(",")
             others = "`ludic train-rm --help` lists them; settings without one are key=value"
             remedy = did_you_mean(name, [*FLAGS, *SWITCHES, _DIRECTORY], others, count=2)
-            named = next((f"; it is called {flag}" for flag, (key, _) in FLAGS.items() if key in ours), remedy)
+            named = next((f"; it is called {flag}" for flag, key in FLAGS.items() if key in ours), remedy)
             raise ConfigError(f"there is no flag {name}{named}")
     yield from (argument for argument in arguments if isinstance(argument, Override))
 
@@ -222,9 +222,6 @@ def _make_overrides(name: str, value: str) -> Iterator[Override]:
         yield Override("output", str(path.parent), f"{name} {value}")
         yield Override("name", path.name, f"{name} {value}")
         return
-    key, kind = FLAGS[name]
-    try:
-        names = [part.strip() for part in value.split(",") if part.strip()]
-        yield Override(key, names if kind is list else kind(value), f"{name} {value}")
-    except ValueError as error:
-        raise ConfigError(f"{name} ({value}) must be {'a whole number' if kind is int else 'a number'}") from error
+    is_list = FLAGS[name] == "lora.target_modules"
+    names = [part.strip() for part in value.split(",") if part.strip()]
+    yield Override(FLAGS[name], names if is_list else value, f"{name} {value}")

@@ -99,11 +99,9 @@ class SlurmSettings:
                 raise ConfigError(f"{name} ({value!r}) must be a list of texts")
         if not self.train:
             raise ConfigError("train is empty; give the arguments of the interpreter, such as -m ludic.cli train maxent")
-        for name in ("group_port", "master_port"):
-            if self.server_port <= getattr(self, name) <= self._last_port:
-                raise ConfigError(
-                    f"{name} ({getattr(self, name)}) is a port of the servers ({self.server_port} to {self._last_port})"
-                )
+        for name, port in (("group_port", self.group_port), ("master_port", self.master_port)):
+            if self.server_port <= port <= self._last_port:
+                raise ConfigError(f"{name} ({port}) is a port of the servers ({self.server_port} to {self._last_port})")
         check_time(self.time)
         check_name("job_name", self.job_name)
         for name in ("partition", "account", "logs"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.launch.rank_environment import STOP_ONCE
 from ludic.launch.slurm.settings import SlurmSettings
 from ludic.launch.torchrun import AGENT, ENV, RENDEZVOUS_S, STOP_VARIABLE
@@ -78,11 +78,9 @@ def place(settings: SlurmSettings, allocation: Allocation) -> Placement:
     size, count, shared = settings.tensor_parallel, settings.data_parallel, len(nodes) == 1
     each = max(0, len(gpus) - shared) // size  # servers of a node
     room = each * max(1, len(nodes) - 1)
-    if count > room:
-        raise ConfigError(
-            f"{len(nodes)} nodes of {len(gpus)} GPUs have room for {room} servers of {size} GPUs, and data_parallel is {count}: training "
-            f"needs {'a GPU' if shared else 'a node'} of its own; lower data_parallel or tensor_parallel ({size}), or add nodes"
-        )
+    place = f"{len(nodes)} nodes of {len(gpus)} GPUs have room for {room} servers of {size} GPUs"
+    remedy = f"lower it or tensor_parallel ({size}), or add nodes: training needs {'a GPU' if shared else 'a node'} of its own"
+    check_value("data_parallel", count, f"{place}; {remedy}", most=room)
     serving = nodes if shared else nodes[len(nodes) - -(-count // each) :]
     servers = []
     for number in range(count):
