@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ludic.errors
-from ludic.errors import ConfigError, DataError, LudicError, MissingExtraError, check_value, shorten_names
+from ludic.errors import ConfigError, DataError, LudicError, MissingExtraError, check_value, on_error, shorten_names
 
 STANDARD = {
     "ConfigError": ValueError,
@@ -88,3 +88,13 @@ def test_a_value_that_breaks_a_rule_is_named_with_the_rule_and_the_hint(value, r
 )
 def test_a_value_that_keeps_its_rules_is_accepted(value, rules):
     check_value("x", value, **rules)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_an_error_or_an_interrupt_leaves_is_undone(error):
+    undone = []
+    with on_error(lambda: undone.append("after success")):
+        pass
+    with pytest.raises(error, match="first"), on_error(lambda: undone.append("after an error")):
+        raise error("first")
+    assert undone == ["after an error"]
