@@ -207,7 +207,7 @@ def test_if_a_server_has_several_models_one_must_be_named(tmp_path):
         (["trainer.learning=1"], "there is no setting 'trainer.learning'"),
         (["timeout_s=0"], "timeout_s (0.0) must be above 0"),
         (["timeout_s=soon"], "timeout_s=soon"),
-        (["confidence=95"], "confidence (95.0) must be below 1"),
+        (["confidence=95"], "confidence (95.0) must be above 0 and below 1"),
         (["episode_timeout_s=0"], "episode_timeout_s (0.0) must be above 0"),
         (["episode_retries=-1"], "episode_retries (-1) must be at least 0"),
         (["solved_at=nan", "base_url=http://127.0.0.1:9/v1"], "solved_at (nan) must be a finite reward"),

@@ -386,7 +386,7 @@ def test_a_run_that_stops_early_saves_the_model_of_its_best_evaluation(tiny: lis
         (["--eval-evry", "3"], "did you mean --eval-every"),
         (["pairs.jsonl"], "write data=pairs.jsonl for a data file"),
         (["data=/nowhere.jsonl"], "does not exist"),
-        (["heldout=1.0"], "heldout (1.0) must be below 1"),
+        (["heldout=1.0"], "heldout (1.0) must be at least 0 and below 1"),
         (["batch_size=0"], "batch_size (0) must be at least 1"),
         (["heldout_split=test"], "are for data of your own"),
         (["trainer.micro_token_budget=300"], "2 * max_seq_len (256)"),

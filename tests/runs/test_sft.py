@@ -222,7 +222,7 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
         (["rows.jsonl"], "write data=rows.jsonl for a data file"),
         (["data=/nowhere.jsonl"], "does not exist"),
         (["data=3"], "must be the path of a file"),
-        (["heldout=1.0"], "heldout (1.0) must be below 1"),
+        (["heldout=1.0"], "heldout (1.0) must be at least 0 and below 1"),
         (["batch_size=0"], "batch_size (0) must be at least 1"),
         (["assistant_turns=some"], "all, last, each"),
         (["trainer.micro_token_budget=8"], "micro_token_budget"),
