@@ -231,7 +231,7 @@ def test_perfect_play_never_loses_to_any_line_of_play() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_a_share_outside_zero_and_one_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match=r"perfect \(.*\) .*between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"perfect \(.*\) .*at least 0 and at most 1"):
         MixedOpponent(share)
 
 

@@ -170,7 +170,7 @@ class Sized:
         (["task.args.digit=5"], r"task\.args\.digit: DigitSort .*did you mean digits\?"),
         ([f"task.kind={__name__}:Sized"], r"Sized needs size; set task\.args\.size=VALUE"),
         (["task.kind=nowhere:Task"], r"task\.kind \(nowhere:Task\) cannot be imported"),
-        (["addition", "task.args.right=2"], r"right \(2\) .*between 0 and 1"),
+        (["addition", "task.args.right=2"], r"right \(2\) .*at most 1"),
     ],
 )
 def test_the_error_of_an_invalid_task_has_a_remedy(arguments: list[str], message: str) -> None:

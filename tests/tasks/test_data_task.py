@@ -264,7 +264,7 @@ def test_incompatible_settings_are_refused_when_the_task_is_built(tmp_path):
     with pytest.raises(ConfigError, match=r"same\.jsonl needs two prompts .*\(rows: 5\)"):
         DataTask(same, ONE)
     assert DataTask(TaskData(same, heldout_data=source), ONE)
-    with pytest.raises(ConfigError, match=r"num_heldout \(40\) of .* must be between 1 and 39"):
+    with pytest.raises(ConfigError, match=r"num_heldout \(40\) must be .* at most 39"):
         DataTask(TaskData(source, num_heldout=40), ONE)
     with pytest.raises(ConfigError, match=r"every prompt of .* is held out"):
         DataTask(TaskData(source, heldout_data=source), ONE)

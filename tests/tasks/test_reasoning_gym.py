@@ -206,7 +206,7 @@ def test_an_answer_that_takes_too_long_has_no_score_and_the_next_one_has():
         ({"datasets": [{"name": "gcd"}, {"name": "gcd"}]}, "one or more, each once"),
         ({"datasets": [{"name": "gcd", "weight": 0}]}, r"weight of gcd \(0\)"),
         ({"datasets": [{"name": "gcd", "share": 1}]}, "a kind of problems"),
-        ({"name": "gcd", "answer_in": "box"}, r"answer_in \(box\)"),
+        ({"name": "gcd", "answer_in": "box"}, r"answer_in \('box'\)"),
         ({"name": "gcd", "num_heldout": 0}, "num_heldout"),
         ({"name": "gcd", "num_problems": 8}, r"num_problems \(8\)"),
     ],

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ludic.envs.env import SingleAgentEnv
-from ludic.errors import RolloutError
+from ludic.envs.env import SingleAgentEnv, check_step
 from ludic.types import Info, StepOutcome
 
 Sample = Mapping[str, Any]
@@ -67,8 +66,7 @@ class DatasetQAEnv(SingleAgentEnv):
 
     def begin_verdict(self) -> str:
         """The parsed target. Raises RolloutError if the question is already answered."""
-        if self._done:
-            raise RolloutError(f"question {self._question_id} is already answered; call reset() before the next step")
+        check_step(not self._done, f"question {self._question_id} is already answered")
         return self._target_parser(self._field(self._answer_key))
 
     def end_verdict(self, action: str, target: str, *, correct: bool) -> StepOutcome:
@@ -122,8 +120,7 @@ class PromptEnv(SingleAgentEnv):
         return self.env_current_obs(), {**info, "chat_template_kwargs": arguments} if arguments else info
 
     def env_step(self, action: str) -> StepOutcome:
-        if self._done:
-            raise RolloutError("this prompt is already answered; call reset() before the next step")
+        check_step(not self._done, "this prompt is already answered")
         self._done = True
         return StepOutcome(obs="", reward=0.0, truncated=False, terminated=True, info={"row": self.sample})
 

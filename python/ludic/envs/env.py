@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from ludic.errors import RolloutError
 from ludic.types import Info, StepOutcome
 
 AgentID = TypeVar("AgentID", bound=Hashable)
@@ -90,3 +91,9 @@ class SingleAgentEnv(LudicEnv[str, str, str]):
 
     def current_obs(self) -> dict[str, str]:
         return {self._agent_id: self.env_current_obs()}
+
+
+def check_step(is_running: bool, problem: str) -> None:
+    """Raise RolloutError, which begins with the `problem`, unless an episode is running."""
+    if not is_running:
+        raise RolloutError(f"{problem}; call reset() before the next step")

@@ -7,7 +7,6 @@ answer counts as it is, without text before `</think>`.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ludic.envs.line_process import LineProcessPool
+from ludic.envs.line_process import LineProcessPool, gather_verdicts
 from ludic.envs.maths.grader import completion_text
 from ludic.errors import DataError, GradingError, MissingExtraError
 
@@ -85,11 +84,8 @@ class IFEvalReward:
             for prompt, names, arguments in zip(prompts, instruction_id_list, kwargs, strict=True)
         ]
         checks = (self._checker.check_answer(answer, row) for answer, row in zip(answers, rows, strict=True))
-        verdicts = await asyncio.gather(*checks, return_exceptions=True)
-        for verdict in verdicts:
-            if isinstance(verdict, BaseException) and not isinstance(verdict, GradingError):
-                raise verdict
-        return [self._reward(verdict) if isinstance(verdict, list) else verdict for verdict in verdicts]  # type: ignore[misc]
+        verdicts = await gather_verdicts(checks)
+        return [self._reward(verdict) if isinstance(verdict, list) else verdict for verdict in verdicts]
 
     def _reward(self, verdicts: list[bool]) -> float:
         return sum(verdicts) / len(verdicts) if self._by_instruction else float(all(verdicts))

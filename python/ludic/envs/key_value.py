@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from ludic.envs.env import SingleAgentEnv
-from ludic.errors import ConfigError, RolloutError
+from ludic.envs.env import SingleAgentEnv, check_step
+from ludic.errors import check_value
 from ludic.types import Info, StepOutcome
 
 KEYS = "abcdefghij"
@@ -93,11 +93,9 @@ class KeyValueEnv(SingleAgentEnv):
         system_prompt: str | None = None,
     ) -> None:
         super().__init__()
-        for name, key in (("start", start), ("holds", holds)):
-            if key is not None and key not in set(KEYS):
-                raise ConfigError(f"{name} ({key!r}) must be one of the keys {KEYS[0]} to {KEYS[-1]}")
-        if max_turns < 1:
-            raise ConfigError(f"max_turns ({max_turns}) must be >= 1")
+        check_value("start", start, choices=list(KEYS))
+        check_value("holds", holds, choices=list(KEYS), optional=True)
+        check_value("max_turns", max_turns, least=1)
         self.start, self.holds, self.max_turns = start, holds, max_turns
         self.store: dict[str, str] = {}
         self._right_reward, self._system_prompt = right_reward, system_prompt
@@ -122,8 +120,7 @@ class KeyValueEnv(SingleAgentEnv):
 
     def env_step(self, action: str) -> StepOutcome:
         """Raises RolloutError before the start and after the end of the episode."""
-        if self._done:
-            raise RolloutError(f"the episode that starts at {self.start} is over; call reset() before the next step")
+        check_step(not self._done, f"the episode that starts at {self.start} is over")
         self._turns += 1
         kind, key = self._text.read(action) or ("malformed", "")
         if kind == "answer":

@@ -15,12 +15,12 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, Protocol, TypeVar
 
-from ludic.errors import ConfigError, GradingError
+from ludic.errors import GradingError, check_value
 from ludic.event_loop import describe_error
 
 T = TypeVar("T")
@@ -202,8 +202,8 @@ class LineProcessPool:
         name: str = "the grader",
     ) -> None:
         workers = min(8, os.cpu_count() or 1) if workers is None else workers
-        if timeout_s <= 0 or workers < 1:
-            raise ConfigError(f"timeout_s ({timeout_s}) must be > 0 and workers ({workers}) >= 1")
+        check_value("timeout_s", timeout_s, above=0)
+        check_value("workers", workers, least=1)
         self.timeout_s = timeout_s
         self.counts = GraderCounts()
         self._counting = threading.Lock()
@@ -250,6 +250,15 @@ class LineProcessPool:
         """One more answer that ended like this: a field of `GraderCounts`."""
         with self._counting:
             setattr(self.counts, ending, getattr(self.counts, ending) + 1)
+
+
+async def gather_verdicts(asked: Iterable[Awaitable[T]]) -> list[T | GradingError]:
+    """The verdict, or the GradingError, of each. Raises any other error after all have ended."""
+    verdicts = await asyncio.gather(*asked, return_exceptions=True)
+    for verdict in verdicts:
+        if isinstance(verdict, BaseException) and not isinstance(verdict, GradingError):
+            raise verdict
+    return verdicts  # type: ignore[return-value]
 
 
 def _end_all(processes: Sequence[LineProcess], threads: ThreadPoolExecutor) -> None:

@@ -16,8 +16,8 @@ from functools import cache
 from random import Random
 from typing import Protocol
 
-from ludic.envs.env import LudicEnv, SingleAgentEnv
-from ludic.errors import ConfigError, DataError, RolloutError
+from ludic.envs.env import LudicEnv, SingleAgentEnv, check_step
+from ludic.errors import DataError, RolloutError, check_value
 from ludic.types import Info, StepOutcome
 
 Board = str
@@ -121,8 +121,7 @@ class MixedOpponent:
     perfect: float = 0.4
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.perfect <= 1.0:
-            raise ConfigError(f"perfect ({self.perfect}) must be between 0 and 1; it is the share of perfect moves")
+        check_value("perfect", self.perfect, "it is the share of perfect moves", least=0, most=1)
 
     def choose(self, board: Board, rng: Random) -> int:
         certain = self.perfect in (0.0, 1.0)
@@ -234,8 +233,7 @@ class TicTacToeEnv(SingleAgentEnv):
 
     def env_step(self, action: str) -> StepOutcome:
         """Raises RolloutError before the start and after the end of the game."""
-        if self._result is not None:
-            raise RolloutError(f"there is no game to move in ({self._result}); call reset() before the next step")
+        check_step(self._result is None, f"there is no game to move in ({self._result})")
         best, cell = optimal_moves(self.board), read_cell(action)
         info: Info = {"agent_move": action, "gto_action": cell_name(best[0]), "opponent_move": None, "illegal_move": False}
         if cell is None or cell not in legal_moves(self.board):
@@ -311,8 +309,7 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         illegal_reward: float = -1.0,
         system_prompt: str | None = RULES,
     ) -> None:
-        if not 0 <= random_moves <= 4:
-            raise ConfigError(f"random_moves ({random_moves}) must be from 0 to 4; the fifth move may end a game")
+        check_value("random_moves", random_moves, "the fifth move may end a game", least=0, most=4)
         self.board: Board = EMPTY
         self._text: GameText = BoardText() if text is None else text
         self._random_moves = random_moves

@@ -28,10 +28,10 @@ from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
 from ludic.envs.code_exec.types import SandboxPool, TestCase
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.parsers import extract_last_code_block
 from ludic.tasks.data_task import TaskData, hash_text
-from ludic.tasks.episodic import Problem, ProblemList, check_num_heldout, check_share
+from ludic.tasks.episodic import Problem, ProblemList
 from ludic.types import StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -133,9 +133,9 @@ class Code(RunsPrograms):
     """Sandboxes of your own, in Python."""
 
     def __post_init__(self) -> None:
-        check_share("right", self.right)
-        check_share("right + of_none", self.right + self.of_none)
-        check_num_heldout(self.num_heldout, 160, "problems")
+        check_value("right", self.right, least=0, most=1)
+        check_value("right + of_none", self.right + self.of_none, least=0, most=1)
+        check_value("num_heldout", self.num_heldout, "the rest is for training", least=1, most=160)
         shared = share_sandboxes(self.workers, self.backend) if self.pool is None else SharedSandboxPool.of(self.pool)
         object.__setattr__(self, "_sandboxes", shared)
 

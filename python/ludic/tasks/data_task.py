@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
 from ludic.data.rows_on_disk import Changed
 from ludic.envs.dataset_qa_env import PromptEnv, prompt_shown, right_answer
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.tasks.episodic import Problem, ProblemList
 from ludic.tasks.rewards import DataRewards, NoRewards, build_rewards, is_one_verifier
 
@@ -268,8 +268,8 @@ def hold_out(keys: Keys, number: int | None, source: str) -> tuple[Keys, list[in
         raise ConfigError(f"{source} needs two prompts or more, one held out (rows: {len(keys)}); or set task.args.heldout_data")
     if number is None:
         number = min(MOST_HELD_OUT, max(1, len(distinct) // 10))
-    if not 1 <= number < len(distinct):
-        raise ConfigError(f"num_heldout ({number}) of {source} must be between 1 and {len(distinct) - 1}; or set heldout_data")
+    hint = f"{source} has {len(distinct)} different prompts; or set heldout_data"
+    check_value("num_heldout", number, hint, least=1, most=len(distinct) - 1)
     return distinct[:number], first[:number].tolist()
 
 

@@ -29,9 +29,9 @@ from random import Random
 from typing import ClassVar
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.eval.statistics import distinct_at_k, entropy_of_answers
-from ludic.tasks.episodic import Played, Problem, check_num_heldout, check_share, share
+from ludic.tasks.episodic import Played, Problem, share
 from ludic.types import StepOutcome
 
 _SPLIT_SEED = 20_000  # of the held-out problems, which are the same in every run
@@ -57,12 +57,10 @@ class DigitSort:
     """Problems kept for evaluation. None means 500, or fewer for few digits."""
 
     def __post_init__(self) -> None:
-        if self.digits < 3:
-            raise ConfigError(f"digits ({self.digits}) must be at least 3; with fewer there is nothing to hold out")
-        if self.num_heldout is not None and not 1 <= self.num_heldout <= self._spare:
-            raise ConfigError(f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}; raise digits for more")
-        check_share("right", self.right)
-        check_share("right + backwards", self.right + self.backwards)
+        check_value("digits", self.digits, "with fewer there is nothing to hold out", least=3)
+        check_value("num_heldout", self.num_heldout, "raise digits for more", least=1, most=self._spare, optional=True)
+        check_value("right", self.right, least=0, most=1)
+        check_value("right + backwards", self.right + self.backwards, least=0, most=1)
 
     reward_sees = "the whole answer, which must be exact and ended"
 
@@ -160,8 +158,8 @@ class Addition:
     """Problems kept for evaluation, out of 3,645."""
 
     def __post_init__(self) -> None:
-        check_share("right", self.right)
-        check_num_heldout(self.num_heldout, 1_800, "problems")
+        check_value("right", self.right, least=0, most=1)
+        check_value("num_heldout", self.num_heldout, "the rest is for training", least=1, most=1_800)
 
     max_new_tokens = 24
     reward_sees = "the sum after the last '>', in an answer that ended; never the scratchpad"
@@ -223,7 +221,7 @@ class Rising:
     """The digits that are asked about, 0 to 6."""
 
     def __post_init__(self) -> None:
-        check_share("right", self.right)
+        check_value("right", self.right, least=0, most=1)
         object.__setattr__(self, "lows", tuple(self.lows))  # a recipe has a list
         if not self.lows or len(set(self.lows)) < len(self.lows) or not all(low in range(7) for low in self.lows):
             raise ConfigError(f"lows ({list(self.lows)}) must be different digits from 0 to 6; no three digits rise above 7")

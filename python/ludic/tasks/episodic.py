@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 from ludic.agents.tool_agent import ToolUse
 from ludic.envs.env import SingleAgentEnv
-from ludic.errors import ConfigError
 from ludic.parsers import Parser, ParseResult
 from ludic.training.stats import Denominator, Reducer
 from ludic.training.types import RolloutScorer
@@ -65,16 +64,6 @@ class ProblemList:
 
     def draw(self, rng: Random) -> Problem:
         return rng.choice(self.training)
-
-
-def check_share(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{name} ({value}) must be between 0 and 1; it is a share of the demonstrations")
-
-
-def check_num_heldout(value: int, most: int, kind: str) -> None:
-    if not 1 <= value <= most:
-        raise ConfigError(f"num_heldout ({value}) must be between 1 and {most}, half of the {kind}; the rest is for training")
 
 
 Episode = Mapping[str, Any]

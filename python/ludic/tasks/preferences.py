@@ -16,7 +16,7 @@ from functools import cached_property
 from random import Random
 from typing import TypedDict
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 
 _SPLIT_SEED = 20_000  # of the held-out pairs, which are the same in every run
 _SIGN = {"high>": 1.0, "low>": -1.0}
@@ -51,12 +51,9 @@ class DigitPreferences:
     an accuracy on 5,000 is 0.5 points."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_digits <= self.max_digits:
-            raise ConfigError(f"min_digits ({self.min_digits}) must be at least 1 and at most max_digits ({self.max_digits})")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ConfigError(f"temperature ({self.temperature}) must be a finite number > 0")
-        if self.num_heldout is not None and not 1 <= self.num_heldout <= self._spare:
-            raise ConfigError(f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}; raise max_digits for more")
+        check_value("min_digits", self.min_digits, f"max_digits is {self.max_digits}", least=1, most=self.max_digits)
+        check_value("temperature", self.temperature, above=0, below=math.inf)
+        check_value("num_heldout", self.num_heldout, "raise max_digits for more", least=1, most=self._spare, optional=True)
 
     def quality(self, prompt: str, response: str) -> float:
         """The latent quality: the mean digit of the response, negated for `low>`."""

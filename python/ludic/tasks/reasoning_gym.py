@@ -15,11 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Literal, get_args
 
-from ludic.envs.env import SingleAgentEnv
+from ludic.envs.env import SingleAgentEnv, check_step
 from ludic.envs.line_process import LineProcessPool
 from ludic.envs.maths.grader import NUMBER
 from ludic.envs.maths.tagged import tagged_answer
-from ludic.errors import ConfigError, GradingError, MissingExtraError, RolloutError, did_you_mean
+from ludic.errors import ConfigError, GradingError, MissingExtraError, check_value
 from ludic.tasks.episodic import Problem
 from ludic.types import Info, StepOutcome
 
@@ -80,13 +80,10 @@ class ReasoningGym:
         """
         if find_spec("reasoning_gym") is None:
             raise MissingExtraError.for_extra("reasoning-gym", "reasoning-gym")
-        if answer_in not in get_args(AnswerIn):
-            raise ConfigError(f"answer_in ({answer_in}) must be one of {', '.join(get_args(AnswerIn))}")
+        check_value("answer_in", answer_in, choices=get_args(AnswerIn))
         self._kinds = _read_kinds(name, config, datasets)
-        if num_heldout < len(self._kinds):
-            raise ConfigError(f"num_heldout ({num_heldout}) must be at least {len(self._kinds)}, one for each kind of problem")
-        if num_problems <= num_heldout:
-            raise ConfigError(f"num_problems ({num_problems}) must be above num_heldout ({num_heldout})")
+        check_value("num_heldout", num_heldout, "one for each kind of problem", least=len(self._kinds))
+        check_value("num_problems", num_problems, "num_heldout of them are held out", above=num_heldout)
         self.num_heldout, self.num_problems, self.partial_credit = num_heldout, num_problems, partial_credit
         self.answer_in, self.max_new_tokens = answer_in, max_new_tokens
         self.system_prompt = TAGS_PROMPT if answer_in == "tags" else None
@@ -182,8 +179,7 @@ class ReasoningGymEnv(SingleAgentEnv):
         return self._problem["question"], {"question_id": self._problem["id"]}
 
     async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]  # the protocol awaits it
-        if self._done:
-            raise RolloutError(f"problem {self._problem['id']} is already answered; call reset() before the next step")
+        check_step(not self._done, f"problem {self._problem['id']} is already answered")
         self._done = True
         answer = self._task.find_answer(action)
         reward = 0.0 if answer is None else await self._task.score(self._problem, answer)
@@ -233,9 +229,7 @@ class _GymProcesses(LineProcessPool):
         self._names = [each["name"] for each in kinds]
         state = self.ask({}, "making the generators")
         if "unknown" in state:
-            known = ", ".join(state["known"])
-            meant = did_you_mean(state["unknown"], state["known"])
-            raise ConfigError(f"reasoning-gym has no problems of the name {state['unknown']}{meant or ';'} it has {known}")
+            check_value("a name of reasoning-gym's problems", state["unknown"], choices=state["known"])
         if "error" in state:
             raise ConfigError(f"reasoning-gym refuses task.args: {state['error']}")
 

@@ -28,9 +28,9 @@ from ludic.envs.tictactoe import (
     legal_moves,
     optimal_moves,
 )
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.parsers import Parser, xml_tag_parser
-from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_share, share, transcript, verbatim
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share, transcript, verbatim
 from ludic.types import Rollout
 
 FORMATS = ("moves", "chat")
@@ -57,12 +57,11 @@ class TicTacToe(EpisodicTask):
     """Reward of a draw in which the agent made no mistake."""
 
     def __post_init__(self) -> None:
-        check_share("teacher_perfect + teacher_illegal", self.teacher_perfect + self.teacher_illegal)
-        check_share("teacher_illegal", self.teacher_illegal)
-        check_share("as_o", self.as_o)
+        check_value("teacher_perfect + teacher_illegal", self.teacher_perfect + self.teacher_illegal, least=0, most=1)
+        for name in ("teacher_illegal", "as_o"):
+            check_value(name, getattr(self, name), least=0, most=1)
         MixedOpponent(self.opponent_perfect)
-        if self.format not in FORMATS:
-            raise ConfigError(f"format ({self.format}) must be one of {', '.join(FORMATS)}")
+        check_value("format", self.format, choices=FORMATS)
 
     max_turns = 5  # X makes five moves on a full board
     cut_off_reward = -1.0

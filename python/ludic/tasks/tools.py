@@ -17,8 +17,8 @@ from random import Random
 from typing import ClassVar
 
 from ludic.envs.key_value import KEYS, TOOL_RULES, KeyValueEnv, TaggedText, TerseText
-from ludic.errors import ConfigError
-from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_num_heldout, check_share, share, transcript
+from ludic.errors import check_value
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share, transcript
 from ludic.types import Rollout
 
 FORMATS = ("terse", "chat")
@@ -46,11 +46,11 @@ class Tools(EpisodicTask):
 
     def __post_init__(self) -> None:
         for name in ("right", "guess", "wrong_key", "wrong_answer"):
-            check_share(name, getattr(self, name))
-        check_share("right + guess + wrong_key + wrong_answer", self.right + self.guess + self.wrong_key + self.wrong_answer)
-        check_num_heldout(self.num_heldout, 45, "pairs")
-        if self.format not in FORMATS:
-            raise ConfigError(f"format ({self.format}) must be one of {', '.join(FORMATS)}")
+            check_value(name, getattr(self, name), least=0, most=1)
+        shares = self.right + self.guess + self.wrong_key + self.wrong_answer
+        check_value("right + guess + wrong_key + wrong_answer", shares, least=0, most=1)
+        check_value("num_heldout", self.num_heldout, "the rest is for training", least=1, most=45)
+        check_value("format", self.format, choices=FORMATS)
 
     max_turns = 4
     success_reward = 1.0

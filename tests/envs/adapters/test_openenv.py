@@ -52,7 +52,7 @@ async def test_a_silent_server_is_a_timeout():
 
     with pytest.raises(TimeoutError):
         await OpenEnvEnv(Silent(), timeout_s=0.01).env_reset()
-    with pytest.raises(ConfigError, match=r"timeout_s \(0\) must be > 0"):
+    with pytest.raises(ConfigError, match=r"timeout_s \(0\) must be above 0"):
         OpenEnvEnv(Silent(), timeout_s=0)
 
 

@@ -173,9 +173,9 @@ def test_backends_that_are_not_there(monkeypatch, tmp_path):
 
 
 def test_settings_without_effect_are_refused(monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match=r"workspace_base_dir .* must be 'auto'"):
+    with pytest.raises(ConfigError, match=r"workspace_base_dir .* must be one of auto"):
         PodmanHPCSandboxPool(workspace_base_dir="/scratch")
-    with pytest.raises(ConfigError, match=r"workspace_host_dir .* must be None"):
+    with pytest.raises(ConfigError, match=r"workspace_host_dir .* must be one of None"):
         PodmanHPCSandbox("a", "image", PodmanConfig(), workspace_host_dir="/scratch")
     with pytest.raises(ConfigError, match="executor_threads"):
         DockerSandboxPool(executor_threads=0)

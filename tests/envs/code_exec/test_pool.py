@@ -213,7 +213,7 @@ def test_results_of_sandboxes_that_failed_are_not_kept():
 
 @pytest.mark.parametrize("name", ["n_workers", "max_consecutive_failures", "max_concurrent_ops", "cache_size"])
 def test_sizes_below_one_are_refused(name):
-    with pytest.raises(ConfigError, match=r"\(0\) must be >= 1"):
+    with pytest.raises(ConfigError, match=r"\(0\) must be at least 1"):
         FakePool(**{name: 0})
 
 

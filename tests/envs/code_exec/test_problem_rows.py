@@ -127,7 +127,7 @@ def test_the_adapter_reads_rows_and_problems():
         ({"question": "q", "private_test_cases": "%%"}, "neither JSON nor packed"),
         ({"question": "q", "public_test_cases": SHOWN, "time_limit": "soon"}, "time_limit ('soon') must be"),
         ({**HUMAN_EVAL, "test": "x = 1"}, "no function check"),
-        ({**HUMAN_EVAL, "prompt": "Add 1."}, "the prompt must be Python"),
+        ({**HUMAN_EVAL, "prompt": "Add 1."}, "without its body, is not Python"),
     ],
 )
 def test_what_cannot_be_judged_is_refused_with_the_reason(row, error):

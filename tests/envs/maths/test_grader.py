@@ -195,7 +195,7 @@ def test_other_output_of_a_process_is_not_a_reply(tmp_path):
 
 
 def test_invalid_settings_and_a_missing_package_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"timeout_s \(0\) must be > 0"):
+    with pytest.raises(ConfigError, match=r"timeout_s \(0\) must be above 0"):
         MathGrader(timeout_s=0)
     monkeypatch.setattr("ludic.envs.maths.grader.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ludic-rl\[math\]'"):

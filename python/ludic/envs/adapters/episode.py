@@ -11,6 +11,12 @@ from typing import Any
 from ludic.errors import MissingExtraError, RolloutError
 from ludic.types import StepOutcome
 
+_WRONG_STATES = {
+    "new": "has no episode yet; call reset() before the first step",
+    "over": "has ended its episode; call reset() before the next step",
+    "closed": "is closed; make a new one",
+}
+
 
 class Episode:
     """Rejects calls out of order: a step before `reset` or after the end, and any call after
@@ -25,20 +31,14 @@ class Episode:
         return self._state == "running"
 
     def begin(self) -> None:
-        self._refuse_closed()
+        self._check_not("closed")
         self._state = "running"
 
     def check_step(self) -> None:
-        self._refuse_closed()
-        if self._state == "new":
-            raise RolloutError(f"{self._name}: no episode has begun; call reset() before the first step")
-        if self._state == "over":
-            raise RolloutError(f"{self._name}: the episode is over; call reset() before the next step")
+        self._check_not("new", "over", "closed")
 
     def check_begun(self) -> None:
-        self._refuse_closed()
-        if self._state == "new":
-            raise RolloutError(f"{self._name}: no episode has begun; call reset() first")
+        self._check_not("new", "closed")
 
     def end(self) -> None:
         self._state = "over"
@@ -49,9 +49,9 @@ class Episode:
         self._state = "closed"
         return was_open
 
-    def _refuse_closed(self) -> None:
-        if self._state == "closed":
-            raise RolloutError(f"{self._name} is closed; make a new one")
+    def _check_not(self, *states: str) -> None:
+        if self._state in states:
+            raise RolloutError(f"{self._name} {_WRONG_STATES[self._state]}")
 
 
 def refused_action(action: str, feedback: str, reward: float) -> StepOutcome:

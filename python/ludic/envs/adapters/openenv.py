@@ -10,7 +10,7 @@ from typing import Any
 
 from ludic.envs.adapters.episode import Episode, import_extra, refused_action, to_json_types
 from ludic.envs.env import SingleAgentEnv
-from ludic.errors import ConfigError, RolloutError
+from ludic.errors import RolloutError, check_value
 from ludic.types import Info, StepOutcome
 
 NOT_SHOWN = frozenset({"done", "reward", "metadata"})
@@ -76,8 +76,7 @@ class OpenEnvEnv(SingleAgentEnv):
         """`reset_settings` are sent with every reset, in addition to the seed. Raises ConfigError
         unless `timeout_s` is above 0."""
         super().__init__()
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s ({timeout_s}) must be > 0")
+        check_value("timeout_s", timeout_s, above=0)
         self._client = import_extra("openenv.core", "openenv").GenericEnvClient(client) if isinstance(client, str) else client
         self._make_action, self._observe, self._is_truncated = make_action, observe, is_truncated
         self._invalid_action_reward, self._system_prompt, self._timeout_s = invalid_action_reward, system_prompt, timeout_s

@@ -17,7 +17,7 @@ from typing import Any
 from ludic.envs.adapters.episode import Episode, import_extra
 from ludic.envs.adapters.verifiers_rollouts import rollout_from_trace
 from ludic.envs.env import SingleAgentEnv
-from ludic.errors import ConfigError, InferenceError, RolloutError
+from ludic.errors import ConfigError, InferenceError, RolloutError, check_value
 from ludic.inference.client import ChatClient
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest
 from ludic.types import ChatResponse, Info, Message, StepOutcome
@@ -48,8 +48,7 @@ class VerifiersEnv(SingleAgentEnv):
         import_extra("verifiers.v1", "verifiers")
         if not tasks:
             raise ConfigError("tasks is empty; there is nothing to play")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s ({timeout_s}) must be > 0")
+        check_value("timeout_s", timeout_s, above=0)
         self.agent = agent
         self._tasks = list(tasks)
         self._timeout_s = timeout_s

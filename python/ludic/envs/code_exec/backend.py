@@ -27,11 +27,11 @@ from ludic.envs.code_exec.bubblewrap import (
 )
 from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool, connect
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool, run_podman
-from ludic.envs.code_exec.pool import BaseSandboxPool, check_workspace
+from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox, first_process
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess
-from ludic.errors import ConfigError, LudicError
+from ludic.errors import LudicError, check_value
 
 
 class UnsupportedBackendError(NoSandboxError, NotImplementedError):
@@ -97,10 +97,8 @@ def detect_available_backend() -> SandboxBackend:
 
 def parse_backend(name: str) -> SandboxBackend:
     """ConfigError for an unknown name, UnsupportedBackendError for one that cannot be chosen."""
-    try:
-        backend = SandboxBackend(name)
-    except ValueError:
-        raise ConfigError(f"Unknown backend {name!r}; it must be one of {', '.join(SandboxBackend)}") from None
+    check_value("backend", name, choices=list(SandboxBackend))
+    backend = SandboxBackend(name)
     if backend in _UNSUPPORTED:
         raise UnsupportedBackendError(f"{backend.capitalize()} backend is {_UNSUPPORTED[backend]}; use bubblewrap")
     return backend
@@ -178,7 +176,7 @@ async def create_sandbox_pool(
     backend's pool, such as its `config`; `memory_limit_mb` (256) limits a program. ConfigError
     for an unknown name or setting, NoSandboxError, a RuntimeError, if the backend does not work.
     """
-    check_workspace(workspace_base_dir)
+    check_value("workspace_base_dir", workspace_base_dir, "what programs write is in memory", choices=["auto"])
     chosen = parse_backend(backend)
     if chosen in (SandboxBackend.AUTO, SandboxBackend.BUBBLEWRAP):
         chosen = choose_backend(backend)

@@ -36,7 +36,7 @@ from ludic.envs.code_exec.pool import LRUCache
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess
-from ludic.errors import ConfigError, GradingError, LudicError, MissingExtraError
+from ludic.errors import ConfigError, GradingError, LudicError, MissingExtraError, check_value
 
 __all__ = ["DockerSandbox", "DockerSandboxConfig", "DockerSandboxPool", "LRUCache"]
 
@@ -203,8 +203,7 @@ class DockerSandboxPool(ContainerPool):
         self._config = config or DockerSandboxConfig()
         settings = (n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
         super().__init__(self._config.python_version, DockerRemover(self._connected), *settings)
-        if executor_threads < 1:
-            raise ConfigError(f"executor_threads ({executor_threads}) must be >= 1")
+        check_value("executor_threads", executor_threads, least=1)
         self._executor = ThreadPoolExecutor(executor_threads, thread_name_prefix="ludic-docker")
         self._client: Any = None
         self._client_lock = threading.Lock()

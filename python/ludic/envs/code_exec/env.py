@@ -12,7 +12,7 @@ from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifie
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.types import BatchTestResult, HashedTests, RunStatus, SandboxPool, TestResult, compute_hash
 from ludic.envs.env import SingleAgentEnv
-from ludic.errors import ConfigError, GradingError
+from ludic.errors import GradingError, check_value
 from ludic.types import Info, StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,8 @@ class CodeExecConfig:
 
     def __post_init__(self) -> None:
         for name in ("timeout_per_test_s", "memory_limit_mb", "max_error_length"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} ({getattr(self, name)}) must be a finite number > 0")
-        if self.max_tests is not None and self.max_tests < 1:
-            raise ConfigError(f"max_tests ({self.max_tests}) must be >= 1, or None for all tests")
+            check_value(name, getattr(self, name), above=0, below=math.inf)
+        check_value("max_tests", self.max_tests, "None runs all tests", least=1, optional=True)
 
 
 class CodeExecEnv(SingleAgentEnv):

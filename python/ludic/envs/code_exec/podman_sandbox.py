@@ -33,11 +33,11 @@ from ludic.envs.code_exec.containers import (
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.pool import LRUCache, check_workspace
+from ludic.envs.code_exec.pool import LRUCache
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess, Running
-from ludic.errors import ConfigError, GradingError
+from ludic.errors import ConfigError, GradingError, check_value
 
 __all__ = ["LRUCache", "PodmanConfig", "PodmanError", "PodmanHPCSandbox", "PodmanHPCSandboxPool", "PodmanResult"]
 
@@ -86,14 +86,17 @@ def find_podman(command: str | None = None) -> str:
     raise NoSandboxError(f"{command or 'podman'} is not installed; `apt install podman` installs Podman")
 
 
-def run_podman(arguments: Sequence[str], *, timeout_s: float) -> PodmanResult:
-    """Run a command to its end. PodmanError if it does not end in time."""
+def run_podman(arguments: Sequence[str], *, timeout_s: float, failure: str | None = None) -> PodmanResult:
+    """Run a command to its end. PodmanError if it does not end in time, or if it fails and a
+    message for its `failure` is given."""
     try:
         ended = subprocess.run(
             arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, text=True, errors="replace"
         )
     except subprocess.TimeoutExpired as error:
         raise PodmanError(f"`{' '.join(arguments[:3])}` did not end within {timeout_s} s") from error
+    if failure is not None and ended.returncode != 0:
+        raise PodmanError(f"{failure}: {ended.stderr.strip()[-500:]}")
     return PodmanResult(ended.returncode, ended.stdout, ended.stderr)
 
 
@@ -106,16 +109,14 @@ class PodmanRemover(Remover):
 
     def _list_owners(self) -> dict[str, str]:
         podman = find_podman(self._command)
-        listed = run_podman([podman, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json"], timeout_s=END_S)
-        if listed.returncode != 0:
-            raise PodmanError(f"the containers could not be listed: {listed.stderr.strip()[-500:]}")
+        command = [podman, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json"]
+        listed = run_podman(command, timeout_s=END_S, failure="the containers could not be listed")
         return {one["Names"][0]: one["Labels"][OWNER] for one in json.loads(listed.stdout or "[]")}
 
     def _remove(self, container: str) -> None:
         podman = find_podman(self._command)
-        result = run_podman([podman, "rm", "--force", "--time", "0", "--ignore", container], timeout_s=END_S)
-        if result.returncode != 0:
-            raise PodmanError(f"the container {container} could not be removed: {result.stderr.strip()}")
+        command = [podman, "rm", "--force", "--time", "0", "--ignore", container]
+        run_podman(command, timeout_s=END_S, failure=f"the container {container} could not be removed")
 
 
 class PodmanClient(subprocess.Popen[bytes]):
@@ -212,8 +213,7 @@ class PodmanHPCSandbox(ProcessSandbox):
         users: Users | None = None,
         remover: Remover | None = None,
     ) -> None:
-        if workspace_host_dir is not None:
-            raise ConfigError(f"workspace_host_dir ({workspace_host_dir!r}) must be None: what programs write is in memory")
+        check_value("workspace_host_dir", workspace_host_dir, "what programs write is in memory", choices=[None])
         process = PodmanProcess(container_name, image, config, users or Users(), remover)
         memory_mb = megabytes_of(config.memory_limit)
         super().__init__(process, memory_limit_mb=memory_mb, most_memory_mb=memory_mb, expected_version=python_version)
@@ -246,14 +246,13 @@ class PodmanHPCSandboxPool(ContainerPool):
         self._image, self._config = image, config or PodmanConfig()
         settings = (n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
         super().__init__(self._parse_python_version(image), PodmanRemover(self._config.command), *settings)
-        check_workspace(workspace_base_dir)
+        check_value("workspace_base_dir", workspace_base_dir, "what programs write is in memory", choices=["auto"])
 
     def _fetch_image(self) -> None:
         podman = find_podman(self._config.command)
         if run_podman([podman, "image", "exists", self._image], timeout_s=END_S).returncode != 0:
-            result = run_podman([podman, "pull", "--quiet", self._image], timeout_s=PULL_S)
-            if result.returncode != 0:
-                raise PodmanError(f"the image {self._image!r} could not be pulled: {result.stderr.strip()[-500:]}")
+            failure = f"the image {self._image!r} could not be pulled"
+            run_podman([podman, "pull", "--quiet", self._image], timeout_s=PULL_S, failure=failure)
 
     async def _start_sandbox(self) -> PodmanHPCSandbox:
         name = self._get_container_name_prefix()

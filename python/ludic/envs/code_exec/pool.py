@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from ludic.envs.code_exec.types import BatchTestResult, Sandbox, SandboxPoolExhaustedError
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 
 logger = logging.getLogger(__name__)
 
@@ -22,18 +22,12 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 
 
-def check_workspace(workspace_base_dir: str) -> None:
-    if workspace_base_dir != "auto":
-        raise ConfigError(f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto'; what programs write is in memory")
-
-
 class LRUCache:
     """The `max_size` results that were used last, by the hashes of code and tests. For any number
     of threads."""
 
     def __init__(self, max_size: int = 10_000) -> None:
-        if max_size < 1:
-            raise ConfigError(f"max_size ({max_size}) must be >= 1")
+        check_value("max_size", max_size, least=1)
         self._max_size = max_size
         self._results: OrderedDict[tuple[str, str], BatchTestResult] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,8 +93,7 @@ class BaseSandboxPool(ABC):
             "max_consecutive_failures": max_consecutive_failures,
             "max_concurrent_ops": max_concurrent_ops,
         }.items():
-            if value < 1:
-                raise ConfigError(f"{name} ({value}) must be >= 1")
+            check_value(name, value, least=1)
         self._n_workers, self._auto_replace_failed = n_workers, auto_replace_failed
         self._max_consecutive_failures, self._max_concurrent_ops = max_consecutive_failures, max_concurrent_ops
         self._cache = LRUCache(cache_size)

@@ -13,7 +13,7 @@ import platform
 import struct
 from collections.abc import Sequence
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
@@ -139,8 +139,7 @@ def seccomp_filter(machine: str | None = None, *, network: bool = False) -> byte
     """The filter for a kind of processor, by default this one; with `network`, sockets are allowed.
     ConfigError for a kind whose numbers are not known."""
     name = machine or platform.machine()
-    if name not in MACHINES:
-        raise ConfigError(f"no system call filter is known for {name!r}; sandboxes run on {', '.join(MACHINES)}")
+    check_value("machine", name, "sandboxes need a system call filter", choices=MACHINES)
     column, audit_number = MACHINES[name]
     program = [
         (LOAD, 0, 0, ARCHITECTURE),

@@ -5,7 +5,6 @@ for a wrong one, and a GradingError instead of a number for an answer without a 
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, Sample
-from ludic.envs.line_process import GraderCounts as GraderCounts, LineProcessPool
+from ludic.envs.line_process import GraderCounts as GraderCounts, LineProcessPool, gather_verdicts
 from ludic.errors import DataError, GradingError, MissingExtraError
 from ludic.parsers import extract_last_boxed_content
 from ludic.types import StepOutcome
@@ -240,16 +239,9 @@ class MathReward:
     async def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | GradingError]:
         """Columns come from the data set; completions are text or messages."""
         grader, rows = self._grader or shared_grader(), self._rows(len(completions), columns)
-        verdicts = await asyncio.gather(
-            *(
-                grader.grade(final_answer(completion_text(c)), self.target_of(row))
-                for c, row in zip(completions, rows, strict=True)
-            ),
-            return_exceptions=True,
+        verdicts = await gather_verdicts(
+            grader.grade(final_answer(completion_text(c)), self.target_of(row)) for c, row in zip(completions, rows, strict=True)
         )
-        for verdict in verdicts:
-            if isinstance(verdict, BaseException) and not isinstance(verdict, GradingError):
-                raise verdict
         return [verdict if isinstance(verdict, GradingError) else float(bool(verdict)) for verdict in verdicts]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ludic.envs.maths.grader import MathGrader, MathReward, completion_text, first_present, math_target, shared_grader
-from ludic.errors import ConfigError, DataError, GradingError
+from ludic.errors import ConfigError, DataError, GradingError, check_value
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ def tagged_answer(text: str, *, template: Template = "strict", which: Which = "l
     >>> tagged_answer("<think>6*7</think> It is <answer>42</answer>.")
     '42'
     """
-    _check_choices(template=(template, Template), which=(which, Which))
+    check_value("template", template, choices=get_args(Template))
+    check_value("which", which, choices=get_args(Which))
     begin = _end_of_thought(text, template)
     if begin is None:
         return None
@@ -101,7 +102,9 @@ class TaggedMathReward(MathReward):
         which: Which = "last",
         grader: MathGrader | None = None,
     ) -> None:
-        _check_choices(template=(template, Template), comparison=(comparison, Comparison), which=(which, Which))
+        check_value("template", template, choices=get_args(Template))
+        check_value("comparison", comparison, choices=get_args(Comparison))
+        check_value("which", which, choices=get_args(Which))
         if grader is not None and comparison != "math_verify":
             raise ConfigError(f"comparison ({comparison}) uses no grader; leave it out, or set comparison='math_verify'")
         super().__init__("pure_accuracy_math", ["answer", "solution"], math_target, SYSTEM_PROMPT, grader)
@@ -196,9 +199,3 @@ def _shorten_number(text: str) -> str:
     whole, _, part = number[2].partition(".")
     digits = (whole.lstrip("0") or "0") + ("." + part.rstrip("0") if part.rstrip("0") else "")
     return f"-{digits}" if number[1] == "-" and digits != "0" else digits
-
-
-def _check_choices(**choices: tuple[str, Any]) -> None:
-    for name, (value, allowed) in choices.items():
-        if value not in get_args(allowed):
-            raise ConfigError(f"{name} ({value!r}) must be one of {', '.join(get_args(allowed))}")

@@ -15,7 +15,8 @@ import ast
 import builtins
 import symtable
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -272,10 +273,19 @@ def _known_value(expression: ast.expr) -> tuple[bool, Any]:
 
 
 def _parse(source: str) -> ast.Module:
-    try:
+    with must_be_python("the asserts are"):
         return ast.parse(source)
+
+
+@contextmanager
+def must_be_python(subject: str) -> Iterator[None]:
+    """Raise DataError if the parser cannot read a text, whose name is the `subject`."""
+    try:
+        yield
+    except DataError:
+        raise
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise DataError(f"the asserts are not Python: {error}") from error
+        raise DataError(f"{subject} not Python: {error}") from error
 
 
 def _refusal(statement: ast.stmt, reason: str) -> DataError:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ludic.envs.code_exec.adapters.asserts import (
+    must_be_python,
     need_the_program,
     own_function,
     read_asserts,
@@ -122,10 +123,7 @@ def _pairs(row: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     elif any(row.get(name) for name in LIVE_CODE_BENCH):
         yield from ((test["input"], test["output"]) for test in live_code_bench_tests(row))
     elif row.get("tests"):
-        for place, test in enumerate(parse_column(row["tests"], "tests")):
-            if not isinstance(test, Mapping) or not {"input", "output"} <= set(test):
-                raise DataError(f"tests[{place}] must be an object with `input` and `output`, or an assert, got {test!r:.80}")
-            yield test["input"], test["output"]
+        yield from ((test["input"], test["output"]) for test in _parse_tests(row["tests"], "tests"))
 
 
 def zip_tests(tests: Any, given: str, wanted: str) -> list[tuple[Any, Any]]:
@@ -149,18 +147,22 @@ def parse_column(value: Any, name: str) -> Any:
 
 def live_code_bench_tests(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The shown tests, then the hidden ones."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for name in LIVE_CODE_BENCH:
         value = row.get(name)
         if isinstance(value, str) and not value.lstrip().startswith("["):
             value = unpack_text(value, name)
-        tests = parse_column(value or [], name)
-        if not isinstance(tests, list) or not all(
-            isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in tests
-        ):
-            raise DataError(f"the column {name!r} must be a list of tests with `input` and `output`, got {tests!r:.80}")
-        found += tests
+        found += _parse_tests(value or [], name)
     return found
+
+
+def _parse_tests(value: Any, name: str) -> Sequence[Mapping[str, Any]]:
+    tests: Sequence[Mapping[str, Any]] = parse_column(value, name)
+    if not isinstance(tests, Sequence) or not all(
+        isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in tests
+    ):
+        raise DataError(f"the column {name!r} must be a list of tests with `input` and `output`, got {tests!r:.80}")
+    return tests
 
 
 def unpack_text(packed: str, name: str) -> str:
@@ -226,12 +228,8 @@ def _join(texts: Sequence[str]) -> str:
 
 
 def _with_asserts(problem: CodingProblem, tests: Sequence[TestCase], before: str, after: str = "") -> CodingProblem:
-    try:
+    with must_be_python("what runs before or after the program is"):
         needed = need_the_program(tests, f"{before}\n{after}")
-    except DataError:
-        raise
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise DataError(f"what runs before or after the program is not Python: {error}") from error
     return replace(problem, tests=needed, calls=True, before=before, after=after)
 
 
@@ -269,10 +267,8 @@ def _without_function(prompt: str, name: str) -> str:
 
     Example: `import math`, then `def f(x):`, gives `import math` for the name `f`.
     """
-    try:
+    with must_be_python("the prompt, which must end in a function without its body, is"):
         statements = ast.parse(f"{prompt.rstrip()}\n    pass\n").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise DataError(f"the prompt must be Python that ends in a function without its body: {error}") from error
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     kept = [part for part in statements if not (isinstance(part, functions) and part.name == name)]
     return f"{ast.unparse(ast.Module(body=kept, type_ignores=[]))}\n"
