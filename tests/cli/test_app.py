@@ -32,7 +32,7 @@ def test_the_version_flag_works_after_a_command(command):
 
 
 def test_a_version_flag_for_vllm_is_passed_on():
-    assert "--device (tpu) must be one of" in ludic("serve", "some-model", "--device", "tpu", "--", "--version", code=2)
+    assert "--device ('tpu') must be one of" in ludic("serve", "some-model", "--device", "tpu", "--", "--version", code=2)
 
 
 def test_the_package_runs_as_a_module():

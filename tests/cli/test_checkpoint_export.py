@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--dtype", "int8"], "--dtype (int8) must be one of"), (["--merge"], "has no adapters")],
+    [(["--dtype", "int8"], "--dtype ('int8') must be one of"), (["--merge"], "has no adapters")],
 )
 def test_wrong_settings_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
     result = export(make_run(tmp_path / "run", tiny_model()), tmp_path / "out", *arguments)

@@ -290,4 +290,4 @@ def test_a_run_of_games_is_evaluated_with_its_own_metrics_and_each_game_counts(t
     (rollouts,) = tmp_path.glob("eval-*/rollouts.jsonl")
     opened = {line["steps"][0]["prev_obs"][0] for line in lines(rollouts)}
     assert opened == {"X", "O"}
-    assert "must be one of random, perfect" in evaluate(tmp_path / "games", "suite=mixed", code=2).output
+    assert "suite ('mixed') must be one of random, perfect" in evaluate(tmp_path / "games", "suite=mixed", code=2).output

@@ -135,7 +135,7 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
         ),
         (["sort", "lr=3"], "there is no setting 'lr'"),
         (["sort", "place.actors=2"], "ludic slurm places the processes itself"),
-        (["sort", "--task", "dpo"], "--task (dpo) must be one of grpo, maxent,"),
+        (["sort", "--task", "dpo"], "--task ('dpo') must be one of grpo, maxent,"),
         (["maxent", "--task", "infoseed"], "--task infoseed needs seeds; set info_seed.num_seeds=N"),
         ([*SERVED, "queue.url=x.sqlite", "queue.order=nonsense"], "queue.order (nonsense) must be one of exact, arrival"),
         (["sort", "queue.lease_s=5"], "queue.lease_s (5.0) needs place.actors or queue.url"),

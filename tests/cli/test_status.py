@@ -23,6 +23,7 @@ NOW = 1_790_000_000.0
 @pytest.fixture
 def run(tmp_path):
     """A run at step 7 with a complete and an incomplete checkpoint."""
+    (tmp_path / "config.yaml").write_text("place: {actors: 0}\n")
     (tmp_path / "progress.json").write_text(json.dumps({"phase": "reinforce"}))
     (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n{"step": 7, "phase": "reinforce"}\n{"step": 8')
     for name in ("step_000005", "step_000007", ".unfinished_step_000009"):

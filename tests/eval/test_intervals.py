@@ -124,14 +124,14 @@ def test_nineteen_of_twenty_intervals_contain_a_mean_of_few_problems():
 
 
 def test_invalid_numbers_are_refused():
-    for successes, trials in ((-1, 10), (11, 10), (0, 0)):
-        with pytest.raises(ConfigError, match="successes"):
+    for successes, trials, said in ((-1, 10, r"successes \(-1\)"), (11, 10, r"successes \(11\)"), (0, 0, r"trials \(0\)")):
+        with pytest.raises(ConfigError, match=said):
             wilson_interval(successes, trials)
     for confidence in (0, 1, 95):
         with pytest.raises(ConfigError, match="confidence"):
             wilson_interval(1, 2, confidence=confidence)
     for interval in (share_interval, mean_interval):
-        with pytest.raises(ConfigError, match="at least one problem"):
+        with pytest.raises(ConfigError, match=r"number of problems \(0\) must be at least 1"):
             interval([])
     assert not math.isnan(share_interval([0.1 + 0.2 - 0.3] * 3).low)  # within rounding error of 0
 

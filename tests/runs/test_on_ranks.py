@@ -117,9 +117,9 @@ def test_times_of_ranks_are_checked_and_change_no_result():
     for make in (compose, compose_sft):
         with pytest.raises(ConfigError, match=r"ranks.step_s \(0.0\) must be above 0"):
             make(["ranks.step_s=0"])
-        with pytest.raises(ConfigError, match=r"ranks.port \(70000\) must be at most 65535"):
+        with pytest.raises(ConfigError, match=r"ranks.port \(70000\) must be at least 1 and at most 65535"):
             make(["ranks.port=70000"])
-        with pytest.raises(ConfigError, match=r"ranks.port \(0\) must be at least 1"):
+        with pytest.raises(ConfigError, match=r"ranks.port \(0\) must be at least 1 and at most 65535"):
             make(["ranks.port=0"])
 
 

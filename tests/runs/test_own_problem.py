@@ -295,7 +295,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error(here: Path, mode
                 for letter in "abcdefghij"
             ],
             [],
-            r"3 messages \(user, assistant, user\), .*chat_template=FILE, or tokenizer=FOLDER",
+            r"prompts of messages, .*chat_template=FILE, or tokenizer=FOLDER",
         ),
     ],
 )

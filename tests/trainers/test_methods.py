@@ -341,7 +341,7 @@ def test_a_row_without_a_column_that_a_reward_asks_for_is_refused_at_once():
         GRPO("m", digits, rows)
     with pytest.raises(ConfigError, match=r"row 0 .*has no answer"):
         GRPO("m", digits, ROWS, eval_dataset=[{"prompt": "2+2="}, {"prompt": "1+1=", "answer": "2"}])
-    with pytest.raises(ConfigError, match=r"digits asks for answer, .*none but the prompt"):
+    with pytest.raises(ConfigError, match=r"row 0 .*has no answer, .*reward digits .*columns: prompt"):
         GRPO("m", digits, [{"prompt": "2+2="}])
     rows[3]["answer"] = None  # which says that there is none
     GRPO("m", [digits, lambda completions, hint="": []], rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from ludic.errors import CheckpointError, ConfigError
+from ludic.errors import CheckpointError, ConfigError, check_value
 from ludic.files.atomic import read_json, replace_folder
 from ludic.files.checkpoints import ADAPTER, ADAPTER_CONFIG, BEST, STEP_NAME, TOKENIZER_FILES, find_checkpoint_faults
 from ludic.files.manifest import MANIFEST
@@ -95,8 +95,7 @@ def export_command(checkpoint: Path, out: Path, *, dtype: str | None, merge: boo
 
     from ludic.models.exporting import export_adapter, export_merged, export_model
 
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype ({dtype}) must be one of {', '.join(DTYPES)}")
+    check_value("--dtype", dtype, choices=DTYPES, optional=True)
     if out.exists():
         raise ConfigError(f"{out} exists already, and is not replaced; give a new folder")
     folder, *others = find_checkpoints(checkpoint)

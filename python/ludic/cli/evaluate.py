@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ludic.cli.settings import expand_run_folder
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.files.atomic import write_text
 from ludic.list_fields import stored
 from ludic.models.places import check_place
@@ -69,10 +69,7 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     checked before the folder is made."""
     if settings.base_url is None:
         if recipe.model is None:
-            raise ConfigError(
-                "there is no model to evaluate; give model=FOLDER or a hub id, the folder of a run (ludic eval runs/NAME), or base_url=URL "
-                "of a server"
-            )
+            raise ConfigError("there is no model to evaluate; give model=FOLDER or a hub id, a run's folder, or base_url=URL")
         check_place(recipe.model)
     from ludic.recipes.build import build_episodic_task
     from ludic.runs.rollouts import make_engine
@@ -163,8 +160,7 @@ def _choose_problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask,
     """The held-out problems to play. Problems with the same id that differ by their seed, such as
     games, are numbered."""
     suites = task.suites()
-    if settings.suite not in (None, *suites):
-        raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
+    check_value("suite", settings.suite, choices=suites, optional=True)
     requested, available = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
     if len(available) < requested:
         more = "; task.args.num_heldout=N holds out more of your own" if recipe.data is not None else ""

@@ -156,7 +156,7 @@ def view_command(folders: Sequence[Path], *, out: Path | None, episodes: int) ->
     if damaged:
         raise CheckpointError("; ".join(damaged))
     if not records:
-        raise ConfigError(f"there are no runs in {', '.join(map(str, folders))}; `ludic train` makes one")
+        raise ConfigError(f"there are no runs in {', '.join(map(str, folders or [OUTPUT]))}; `ludic train` makes one")
     if len(records) > MAX_RUNS:
         raise ConfigError(f"{len(records)} runs are too many for one page, which shows {MAX_RUNS}; name those to compare")
     place = out or (records[0].path / REPORT if len(records) == 1 else Path(REPORT))
@@ -172,10 +172,8 @@ def view_command(folders: Sequence[Path], *, out: Path | None, episodes: int) ->
 
 def _read_newest(folder: Path) -> tuple[list[RunRecord], list[str]]:
     """The readable run whose config.yaml was written last. The faults of unreadable later ones are
-    printed, or of all if none can be read. Raises ConfigError if there is none."""
+    printed, or of all if none can be read."""
     runs = find_runs(folder) if folder.is_dir() else []
-    if not runs:
-        raise ConfigError(f"there are no runs in {folder}; name a run, as in `ludic view path/to/run`")
     unreadable: list[str] = []
     for run in reversed(runs):
         records, damaged = read_runs([run])

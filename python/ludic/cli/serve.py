@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 from rich.console import Console
 
-from ludic.errors import ConfigError, InferenceError
+from ludic.errors import InferenceError, check_value
 from ludic.inference.vllm.in_server.secret import VARIABLE, is_loopback_host, secret_file
 from ludic.inference.vllm.in_server.server import WeightBackend
 from ludic.inference.vllm.launch import (
@@ -56,8 +56,7 @@ class ServeSettings:
             ("--weights", self.weights, ("auto", "gloo", "ludic_nccl", "disk", "none")),
             ("--logprobs-mode", self.logprobs_mode, get_args(LogprobsMode)),
         ):
-            if value not in allowed:
-                raise ConfigError(f"{option} ({value}) must be one of {', '.join(allowed)}")
+            check_value(option, value, choices=allowed)
 
 
 def serve_command(settings: ServeSettings) -> int:

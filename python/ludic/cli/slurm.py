@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from ludic.cli.settings import add_named_recipe
-from ludic.errors import ConfigError, LaunchError
+from ludic.errors import ConfigError, LaunchError, check_value
 from ludic.files.atomic import write_text
 from ludic.launch.slurm import Allocation, Placement, SlurmSettings, batch_script, place, server_steps, training_step
 from ludic.launch.slurm.run import describe
@@ -50,12 +50,10 @@ def slurm_command(
     """Print the script and the plan, or submit the job. `options` are fields of `SlurmSettings`."""
     arguments = list(add_named_recipe(arguments, resume))
     if task is not None:
-        if task not in TASKS:
-            raise ConfigError(f"--task ({task}) must be one of {', '.join(TASKS)}; other algorithms are algorithm=NAME")
+        check_value("--task", task, "other algorithms are algorithm=NAME", choices=TASKS)
         arguments.append(f"algorithm={TASKS[task]}")
     if accelerator is not None:
-        if accelerator not in ACCELERATORS:
-            raise ConfigError(f"--accelerator ({accelerator}) must be one of {', '.join(ACCELERATORS)}; or set sharding.kind")
+        check_value("--accelerator", accelerator, "or set sharding.kind", choices=ACCELERATORS)
         arguments.append(f"sharding.kind={ACCELERATORS[accelerator]}")
     if task in SEEDED_TASKS and resume is None and not compose(arguments, ranks=0).info_seed.num_seeds:
         raise ConfigError(f"--task {task} needs seeds; set info_seed.num_seeds=N (in a flat file info_seed_enabled: true)")

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from omegaconf import DictConfig
 
-from ludic.errors import CheckpointError, LudicError
+from ludic.errors import LudicError
 from ludic.files.atomic import read_json
 from ludic.files.checkpoints import STEP_NAME
 from ludic.files.manifest import MANIFEST
@@ -21,6 +21,7 @@ from ludic.recipes.compose import read_yaml
 from ludic.recipes.processes import QueueSection, find_queue
 from ludic.runs.actors.queue import RUN_ID, open_queue
 from ludic.runs.console import align
+from ludic.runs.directory import check_is_run
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ def status_command(path: Path, *, json_only: bool) -> int:
 
 def read_status(path: Path, *, now: float) -> RunStatus:
     """Collect the state of the run in the folder `path`. Raises CheckpointError if it is no run."""
-    if not (path / "progress.json").is_file():
-        raise CheckpointError(f"{path} is not the folder of a run: it has no progress.json; name a folder such as runs/NAME")
+    check_is_run(path)
     launch = read_launch(path)
     silent_s = None if launch is None or launch.exit_status is not None else max(0.0, now - launch.beat)
     complete = (file.parent for file in (path / "checkpoints").rglob(MANIFEST))  # the manifest is written last
@@ -167,7 +167,7 @@ class QueueStatus:
 
 def read_queue(folder: Path) -> QueueStatus | None:
     """The queue of the run in `folder`; None for a run that has none, or has not made it yet."""
-    if not (folder / "config.yaml").is_file() or not (folder / RUN_ID).is_file():
+    if not (folder / RUN_ID).is_file():
         return None
     content = read_yaml(folder / "config.yaml")
     settings, place = content.get("queue"), content.get("place")

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ludic.cli.settings import add_named_recipe, format_recipe
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.launch.rank_environment import read_rank_environment
 from ludic.runs.command import RunCommand
 from ludic.runs.console import quiet_libraries, run_with_console
@@ -30,8 +30,7 @@ def train_command(name: str, arguments: Sequence[str], *, resume: Path | None, j
 
 def preview_command(arguments: Sequence[str], *, rows: int, json_only: bool) -> int:
     """Show what would be trained on. Loads the tokenizer and no model, and writes nothing."""
-    if rows < 1:
-        raise ConfigError(f"--preview ({rows}) must be at least 1 row")
+    check_value("--preview", rows, least=1)
     recipe = SFTDirectory.compose(arguments)
 
     def work(console: Console) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import EventLoop, await_if_needed
 from ludic.inference.request import derive_seed
@@ -156,8 +156,7 @@ class ProblemEvaluator:
     """Other values to average, such as a fact of the last step's info."""
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigError(f"k ({self.k}) must be >= 1; it is the number of answers to each problem")
+        check_value("k", self.k, "it is the number of answers to each problem", least=1)
 
     async def measure(self) -> Measurement:
         """Play and measure. Raises RolloutError if every episode failed."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def wilson_interval(successes: float, trials: float, *, confidence: float = 0.95
     With z the normal quantile: (s + z^2/2 -+ z sqrt(s (n - s) / n + z^2/4)) / (n + z^2). `trials`
     may be fractional.
     """
-    if not 0 <= successes <= trials or trials <= 0:
-        raise ConfigError(f"successes ({successes}) must be between 0 and trials ({trials}), and trials above 0")
+    check_value("successes", successes, "the most is the number of trials", least=0, most=trials)
+    check_value("trials", trials, above=0)
     z = _normal_quantile(confidence)
     centre = successes + z * z / 2
     spread = z * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
@@ -57,24 +57,26 @@ def share_interval(shares: Sequence[float], *, answers: int | None = None, confi
     is the plain Wilson interval. The effective sample size in Wilson's interval follows Dean and
     Pagano 2015, section 2.
     """
-    if not shares:
-        raise ConfigError("an interval needs at least one problem")
+    return Interval(*_share_bounds(shares, answers, confidence), len(shares))
+
+
+def _share_bounds(shares: Sequence[float], answers: int | None, confidence: float) -> tuple[float, float, float]:
+    """(mean, low, high)."""
     count = len(shares)
+    check_value("the number of problems", count, least=1)
     mean = math.fsum(shares) / count
     squared_error = math.fsum((share - mean) ** 2 for share in shares) / count**2
     most = float(max(count, answers or count))
     within = mean * (1 - mean)
     effective = float(count) if within <= 0 else most if within >= most * squared_error else within / squared_error
-    low, high = wilson_interval(min(max(mean, 0.0), 1.0) * effective, effective, confidence=confidence)
-    return Interval(mean, low, high, count)
+    return mean, *wilson_interval(min(max(mean, 0.0), 1.0) * effective, effective, confidence=confidence)
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
     """The mean of one number per problem, with Student's interval: mean -+ t s / sqrt(n), s with
     n - 1 in the denominator."""
-    if not values:
-        raise ConfigError("an interval needs at least one problem")
     count = len(values)
+    check_value("the number of problems", count, least=1)
     mean = math.fsum(values) / count
     if count == 1:
         return Interval(mean, None, None, 1)
@@ -100,16 +102,13 @@ def difference_interval(
         raise ConfigError(f"before ({len(before)}) and after ({len(after)}) must have one number for each of the same problems")
     if not all(0 <= value <= 1 for value in (*before, *after)):
         return mean_interval([late - early for early, late in zip(before, after, strict=True)], confidence=confidence)
-    early, late = (share_interval(shares, answers=answers, confidence=confidence) for shares in (before, after))
-    gain = late.value - early.value
-    low = gain - math.hypot(late.value - _require_end(late.low), _require_end(early.high) - early.value)
-    high = gain + math.hypot(_require_end(late.high) - late.value, early.value - _require_end(early.low))
+    (early, early_low, early_high), (late, late_low, late_high) = (
+        _share_bounds(shares, answers, confidence) for shares in (before, after)
+    )
+    gain = late - early
+    low = gain - math.hypot(late - late_low, early_high - early)
+    high = gain + math.hypot(late_high - late, early - early_low)
     return Interval(gain, low, high, len(before))
-
-
-def _require_end(end: float | None) -> float:
-    assert end is not None, "shares always have both ends"
-    return end
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
@@ -134,8 +133,7 @@ def student_quantile(confidence: float, freedom: int) -> float:
 
 
 def _normal_quantile(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ConfigError(f"confidence ({confidence}) must be between 0 and 1, such as 0.95")
+    check_value("confidence", confidence, "such as 0.95", above=0, below=1)
     return NormalDist().inv_cdf(0.5 + confidence / 2)
 
 
@@ -146,10 +144,8 @@ def pass_at_k(answers: int, right: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k): the share of the sets of k out of n answers that contain a right one.
     It is 1 or 0 at k = n and c / n at k = 1. Exact for any size: integers are divided last.
     """
-    if not 0 <= right <= answers:
-        raise ConfigError(f"right ({right}) must be between 0 and the number of answers ({answers})")
-    if not 1 <= k <= answers:
-        raise ConfigError(f"k ({k}) must be between 1 and the number of answers ({answers}); sample more to estimate a larger k")
+    check_value("right", right, "the most is the number of answers", least=0, most=answers)
+    check_value("k", k, "sample more answers to estimate a larger k", least=1, most=answers)
     return (math.comb(answers, k) - math.comb(answers - right, k)) / math.comb(answers, k)
 
 
@@ -170,8 +166,7 @@ def distinct_at_k(counts: Iterable[int], answers: int, k: int) -> float:
     1.3333333333333335
     """
     seen = list(counts)
-    if not 1 <= k <= answers:
-        raise ConfigError(f"k ({k}) must be between 1 and the {answers} answers; draw more answers")
+    check_value("k", k, "sample more answers to estimate a larger k", least=1, most=answers)
     if any(count < 0 for count in seen) or sum(seen) > answers:
         raise ConfigError(f"the counts ({sum(seen)} in all, the least {min(seen)}) must be counts of the {answers} answers")
     draws = math.comb(answers, k)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from ludic.errors import StopRequested
 from ludic.models.loading import find_whole_model
@@ -25,7 +25,7 @@ from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.loggers import Screen, run_logger
 from ludic.runs.model_card import try_card
 from ludic.runs.shared_model import GatheredEvaluator, SharedModel, describe_precision
-from ludic.runs.stop_request import StopRequest
+from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches
@@ -251,6 +251,11 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         """Whether a stop was requested. Raises RankError once another rank has failed."""
         ranks.raise_if_failed()
         return bool(self.stop)
+
+    def interrupt(self) -> NoReturn:
+        """Save the progress and end the run, which was asked to stop."""
+        self.directory.write_progress(self.progress)
+        raise Interrupted
 
     def is_stopped(self) -> bool:
         """Whether the run was asked to stop; the same on all ranks, which all call it."""

@@ -166,8 +166,7 @@ class RunDirectory:
         """Open the folder of a run to read it, without a lock. Raises CheckpointError if another
         command made it."""
         directory = cls(path)
-        if not is_run(path):
-            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
+        check_is_run(path)
         made_by = directory.read_progress().command
         if made_by != cls.command:
             raise CheckpointError(f"{path} is a run of `ludic {made_by}`; resume it with `ludic {made_by} --resume {path}`")
@@ -348,6 +347,11 @@ DIRECTORIES: dict[str, type[RunDirectory]] = {
 def is_run(path: Path) -> bool:
     """Whether a run was begun in the folder."""
     return (path / "config.yaml").is_file() and (path / "progress.json").is_file()
+
+
+def check_is_run(path: Path) -> None:
+    if not is_run(path):
+        raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
 
 
 def run_path(output: str, name: str | None, default_name: str) -> Path:

@@ -39,7 +39,6 @@ from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, 
 from ludic.runs.loggers import Screen
 from ludic.runs.report.summary import make_table
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
-from ludic.runs.stop_request import Interrupted
 from ludic.training import ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import STOP_PATIENCE_S
@@ -97,7 +96,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         if reference is not None and load_tokenizer(reference).get_vocab() != tokenizer.get_vocab():
             raise ConfigError(f"reference.model ({reference}) must have the policy's vocabulary; use the policy's tokenizer")
         data = PairData.read(recipe, tokenizer, note=note)
-        check_heldout(data, cfg)
+        check_heldout(data.heldout, cfg)
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device
         model = build_model(recipe, tokenizer)
         if not recipe.warmup.steps:
@@ -152,8 +151,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
                 await trainer.ensure_checkpoint(patience_s=STOP_PATIENCE_S)
             self.end_training()
         if not is_done:
-            self.directory.write_progress(self.progress)
-            raise Interrupted
+            self.interrupt()
         ranks.ask_rank_0("saving the warmed-up policy", lambda: save_policy(parts.model, parts.tokenizer, self._warmed_up))
 
     def _make_dpo_trainer(self, **options: Any) -> DPOTrainer:

@@ -27,7 +27,6 @@ from ludic.runs.report.summary import (
     sum_phases,
     write_summary,
 )
-from ludic.runs.stop_request import Interrupted
 from ludic.training import watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.memory import memory_peaks
@@ -93,8 +92,7 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
         self.progress.steps = trainer.current_step
         self.save_model()
         if not is_done:
-            directory.write_progress(self.progress)
-            raise Interrupted
+            self.interrupt()
         return trainer
 
     def conclude(self) -> str:
@@ -253,10 +251,12 @@ def count_steps(data: PairData, recipe: PairsRecipe) -> int:
     return recipe.epochs * make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
 
 
-def check_heldout(data: PairData, cfg: TrainerConfig) -> None:
-    """Raise `ConfigError` for evaluations during training without pairs to measure on."""
-    if not data.heldout and (cfg.eval_every_n_steps or cfg.eval_at_start):
-        raise ConfigError("trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split")
+def check_heldout(
+    heldout: Sequence[Any], cfg: TrainerConfig, why_none: str = "raise heldout, or give heldout_data or heldout_split"
+) -> None:
+    """Raise `ConfigError` for evaluations during training without anything to measure on."""
+    if not heldout and (cfg.eval_every_n_steps or cfg.eval_at_start):
+        raise ConfigError(f"trainer.eval_every_n_steps needs held-out rows, and there are none: {why_none}")
 
 
 def measured_by_step(

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ludic.errors import ConfigError, did_you_mean
+from ludic.errors import ConfigError, check_value
 from ludic.files.atomic import write_text
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
@@ -163,9 +163,7 @@ def parse_trackers(report_to: Any) -> list[str]:
     listed = [report_to] if isinstance(report_to, str) else list(report_to or [])
     names = [str(name) for name in listed if name != NONE]
     for name in names:
-        if name not in TRACKERS:
-            remedy = did_you_mean(name.lower(), TRACKERS)
-            raise ConfigError(f"report_to ({name}) must be one or a list of {', '.join(TRACKERS)}, or {NONE}{remedy}")
+        check_value("report_to", name, choices=(*TRACKERS, NONE))
     return list(dict.fromkeys(names))
 
 

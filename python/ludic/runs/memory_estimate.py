@@ -149,8 +149,6 @@ class MemoryEstimator:
     def estimate(self, settings: Settings) -> MemoryEstimate:
         """The memory of a run with `settings`. Raises ConfigError for settings of adapters that
         the model cannot have."""
-        if settings.quantization.kind is not None and not settings.lora.rank:
-            raise ConfigError(f"quantization={settings.quantization.kind}: quantised weights are not trained; add lora.rank=16")
         dtype, quantization = self._dtype(settings.dtype), build_quantization(settings.quantization)
         tokens = max(1, settings.micro_token_budget // settings.max_seq_len) * settings.max_seq_len
         empty = self._build(dtype, settings)

@@ -16,7 +16,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json
 from ludic.files.json_values import is_finite
 from ludic.recipes.compose import read_yaml
-from ludic.runs.directory import DONE, is_run
+from ludic.runs.directory import DONE, check_is_run, is_run
 from ludic.runs.lock import LAUNCH_LOCK, is_locked
 
 RUNNING = "running"
@@ -92,8 +92,7 @@ def find_runs(folder: Path) -> list[Path]:
 def read_run(path: Path) -> RunRecord:
     """Read the small files of the run. Raises CheckpointError for a folder without a run, or with
     damaged files."""
-    if not is_run(path):
-        raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
+    check_is_run(path)
     progress = _read_object(path / "progress.json", PROGRESS)
     summary = _read_object(path / "summary.json", SUMMARY) if (path / "summary.json").is_file() else {}
     tree = OmegaConf.to_container(read_yaml(path / "config.yaml"), resolve=False)

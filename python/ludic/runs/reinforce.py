@@ -40,8 +40,7 @@ from ludic.runs.rollouts import (
 )
 from ludic.runs.sampler import Sampler, check_inference, make_preflight, open_sampler
 from ludic.runs.shared_model import check_sampling, check_sharding_settings, choose_precision, place_model
-from ludic.runs.stop_request import Interrupted
-from ludic.runs.trial import check_prompts, try_task
+from ludic.runs.trial import check_prompts, try_task, warn_of_long_prompts
 from ludic.tasks import EpisodicTask
 from ludic.tasks.episodic import logged_names, task_reducers
 from ludic.training import ranks
@@ -111,7 +110,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         seed_everything(recipe.seed, threads=recipe.threads)
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
-        check_prompts(recipe, task, tokenizer, model)
+        check_prompts(recipe, task, tokenizer)
+        warn_of_long_prompts(recipe, task, tokenizer, model)
         try_task(recipe, task, tokenizer, model)
         task = add_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
@@ -366,5 +366,4 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
     def _raise_if_stopped(self) -> None:
         if self.progress.phase != DONE and self.is_stopped():
             self.save_model()
-            self.directory.write_progress(self.progress)
-            raise Interrupted
+            self.interrupt()

@@ -61,7 +61,7 @@ class RMRun(PairsRun[RMRecipe, RMDirectory]):
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg)
         data = PairData.read(recipe, tokenizer, note=note)
-        check_heldout(data, cfg)
+        check_heldout(data.heldout, cfg)
         model = build_reward_model(recipe, tokenizer)
         # A whole model that the ranks share out is only saved, and computes nothing.
         model = place_model(model, recipe.sharding, "cpu" if is_shared_out(recipe.sharding) else cfg.model_device)

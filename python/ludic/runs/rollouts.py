@@ -93,10 +93,8 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
     group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
     if group_size != recipe.rollout.group_size:
         raise ConfigError(f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size})")
-    if recipe.info_seed.num_seeds and task.max_turns > 1:
-        raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs a task of one turn, not {task.max_turns}")
-    if recipe.info_seed.num_seeds and task.tool_use is not None:
-        raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs answers of one model call; leave tools out")
+    if recipe.info_seed.num_seeds and (task.max_turns > 1 or task.tool_use is not None):
+        raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs a task of one turn; leave tools out, too")
 
 
 def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None, **meta: Any) -> RolloutRequest:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import ConfigError
 from ludic.files.jsonl import write_jsonl
 from ludic.inference.local.client import end_token_ids
 from ludic.recipes.build import build_trainer_config, check_callbacks
@@ -17,7 +16,7 @@ from ludic.recipes.epochs_schema import SFTRecipe
 from ludic.recipes.model import add_adapters, build_model, build_tokenizer, check_adapters, quantize_base
 from ludic.runs.data.sft import SFTData, StreamedSFTData, describe_missing_ends, make_demonstrations
 from ludic.runs.directory import DONE, SFTDirectory
-from ludic.runs.epochs import EpochsParts, EpochsRun
+from ludic.runs.epochs import EpochsParts, EpochsRun, check_heldout
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.summary import show_costs
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
@@ -58,8 +57,7 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
         model = add_adapters(place_model(model, recipe.sharding, cfg.model_device), recipe, seed=recipe.seed)
         steps = data.count_steps(recipe) if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
-        if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
-            raise ConfigError(f"trainer.eval_every_n_steps needs held-out rows, and there are none: {data.why_no_heldout}")
+        check_heldout(data.heldout, cfg, data.why_no_heldout)
         return SFTParts(model, tokenizer, cfg, steps, data, heldout)
 
     @property

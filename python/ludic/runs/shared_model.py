@@ -42,10 +42,8 @@ def check_sampling(recipe: Recipe) -> None:
     samples_here = choose_kind(recipe.inference) == "local" and not uses_queue(recipe)
     every = recipe.trainer.sync_every_steps
     if is_shared_out(recipe.sharding) and samples_here and recipe.steps and every != 1:
-        when = "from the first weights" if not every else f"from weights of up to {every} steps, which an evaluation replaces"
-        raise ConfigError(
-            f"trainer.sync_every_steps ({every}) must be 1 with sharding.kind={recipe.sharding.kind}: it samples {when}"
-        )
+        kind = recipe.sharding.kind
+        raise ConfigError(f"trainer.sync_every_steps ({every}) must be 1 with sharding.kind={kind}, or old weights are sampled")
 
 
 def place_model(model: Any, section: ShardingSection, device: str) -> Any:

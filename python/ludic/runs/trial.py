@@ -202,55 +202,63 @@ def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: 
         except ConfigError as error:
             names = ", ".join(function.__name__ for function in task.tool_use.functions)
             raise ConfigError(f"the model cannot be shown its tools ({names}): {error}; set chat_template=FILE") from error
-    if read_template(tokenizer):
-        return
-    prompts = (prompt_messages(problem) or () for problem in problems)
-    roles = max(([str(message.get("role")) for message in prompt] for prompt in prompts), key=len, default=[])
-    if task.max_turns > 1 or roles:
-        messages = f"prompts of up to {len(roles)} messages ({', '.join(roles)})"
+    if not read_template(tokenizer) and (task.max_turns > 1 or any(map(prompt_messages, problems))):
+        shown = f"episodes of up to {task.max_turns} turns" if task.max_turns > 1 else "prompts of messages"
         raise ConfigError(
-            f"the task has {f'episodes of up to {task.max_turns} turns' if task.max_turns > 1 else messages}, "
-            f"and the tokenizer has no chat template; set chat_template=FILE, or tokenizer=FOLDER with one"
+            f"the task has {shown}, and the tokenizer has no chat template; set chat_template=FILE, or tokenizer=FOLDER with one"
         )
 
 
-def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
+def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
     """Raise `ConfigError` if the tokenizer cannot render the prompts of a task, or if no prompt
-    leaves room for an answer. Log a warning, with numbers, if some leave less room than an answer
-    may take."""
+    leaves room for an answer."""
     problems = task.problem_list
     check_dialogues(task, () if problems is None else problems.training, tokenizer)
     if problems is None or recipe.steps == 0:
         return
-    system_prompt = recipe.rollout.system_prompt or task.system_prompt
-    tokens, tools = PromptTokens(tokenizer), [] if task.tool_use is None else task.tool_use.schemas
+    lengths = PromptLengths(recipe, task, tokenizer)
+    first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
+    if first_chat is not None:
+        lengths.measure(first_chat)
+    room = recipe.trainer.max_seq_len
+    if all(lengths.measure(problem) >= room for problem in problems.training):
+        shortest = min(map(lengths.measure, problems.training), default=0)
+        raise ConfigError(f"trainer.max_seq_len ({room}) must exceed the shortest prompt ({shortest} tokens)")
 
-    def length(problem: Episode, *, system_prompt: str | None = system_prompt) -> int:
-        context = GivenDialog(system_prompt)
-        first = task.make_env(problem).env_reset()
+
+class PromptLengths:
+    """Measures the first prompts of a task's problems in tokens."""
+
+    def __init__(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
+        self.system_prompt = recipe.rollout.system_prompt or task.system_prompt
+        self._task, self._tokens = task, PromptTokens(tokenizer)
+        self._tools = [] if task.tool_use is None else task.tool_use.schemas
+
+    def measure(self, problem: Episode, *, with_system_prompt: bool = True) -> int:
+        context = GivenDialog(self.system_prompt if with_system_prompt else None)
+        first = self._task.make_env(problem).env_reset()
         observation, info = asyncio.run(first) if inspect.iscoroutine(first) else first
         context.on_env_reset(observation, info)
         arguments = read_template_kwargs(info, f"problem {problem['id']}")
-        return len(tokens.encode(Dialogue(context.on_before_act(), tools, arguments)))
+        return len(self._tokens.encode(Dialogue(context.on_before_act(), self._tools, arguments)))
 
-    first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
-    if first_chat is not None:
-        length(first_chat)
-    room = recipe.trainer.max_seq_len
-    if all(length(problem) >= room for problem in problems.training):
-        raise ConfigError(
-            f"trainer.max_seq_len ({room}) must exceed the shortest prompt ({min(map(length, problems.training), default=0)} tokens)"
-        )
+
+def warn_of_long_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
+    """Log a warning, with numbers, if some prompts leave less room than an answer may take."""
+    problems = task.problem_list
+    if problems is None or recipe.steps == 0:
+        return
+    lengths = PromptLengths(recipe, task, tokenizer)
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     limits = {"trainer.max_seq_len": recipe.trainer.max_seq_len, MODEL: context}
     setting, limit = min(((name, size) for name, size in limits.items() if size), key=lambda pair: pair[1])
     answer = recipe.rollout.max_new_tokens or task.max_new_tokens
-    measured = [(length(problem), problem) for problem in islice(problems.training, MEASURED)]
+    measured = [(lengths.measure(problem), problem) for problem in islice(problems.training, MEASURED)]
     tight = [used for used, _ in measured if used + answer > limit]
     if not tight:
         return
     longest, problem = max(measured, key=lambda pair: pair[0])
-    added = longest - length(problem, system_prompt=None) if system_prompt else 0
+    added = longest - lengths.measure(problem, with_system_prompt=False) if lengths.system_prompt else 0
     logger.warning(
         "%d of the first %d prompts leave less than the %d tokens that an answer may have (rollout.max_new_tokens): %s is %d tokens, and "
         "the longest prompt has %d%s. What does not fit is cut off; %s",

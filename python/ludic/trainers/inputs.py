@@ -15,7 +15,7 @@ from ludic.errors import ConfigError, ConfigTypeError
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
 from ludic.recipes.overrides import Override, make_override
-from ludic.training.reward_functions import describe_missing, needed_columns, reward_names
+from ludic.training.reward_functions import needed_columns, reward_names
 
 Rows = str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 """A file, a folder, a hub id or a mixture as in the setting `data`; or rows: a list of mappings, or
@@ -83,11 +83,9 @@ def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., A
     """The setting `reward`, and its functions that only this process knows, such as functions of a
     notebook or a script: they have their own name. Another process can import the others, which are
     named by their module. Raises ConfigError for a name that is taken."""
-    names, own = _name_all(rewards)
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two reward functions have the name {name!r}, by which metrics tell them apart; rename one")
-        if name in own and name in reward_names():
+    names, own = _name_all(rewards, "reward functions")
+    for name in own:
+        if name in reward_names():
             raise ConfigError(f"there is a reward {name!r} already; give your function another name with def")
     return names, own
 
@@ -98,17 +96,17 @@ def name_tools(tools: Tools) -> tuple[list[str], dict[str, Tool]]:
     for tool in _listed(tools):
         if not isinstance(tool, str):
             check_tool(tool)
-    names, own = _name_all(tools)
-    for name in own:
-        if names.count(name) > 1:
-            raise ConfigError(f"two tools have the name {name!r}, by which a model calls them; rename one")
-    return names, own
+    return _name_all(tools, "tools")
 
 
-def _name_all(objects: Rewards | Tools) -> tuple[list[str], dict[str, Any]]:
-    """The names of all, and those that only this process knows."""
+def _name_all(objects: Rewards | Tools, kind: str) -> tuple[list[str], dict[str, Any]]:
+    """The names of all, and those that only this process knows. Raises ConfigError if two have the
+    same name."""
     listed = _listed(objects)
     names = [each if isinstance(each, str) else _name(each) for each in listed]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"two {kind} have the name {twice[0]!r}, which tells them apart; rename one")
     return names, {name: each for name, each in zip(names, listed, strict=True) if not isinstance(each, str) and ":" not in name}
 
 
@@ -117,15 +115,13 @@ def _listed(rewards: Rewards) -> Sequence[Any]:
 
 
 def _check_columns(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    name = _own_name(function)
     for column in needed_columns(function):
-        without = next((number for number, row in enumerate(rows) if column not in row), None)
-        if without is None:
-            continue
-        columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("prompt", "completion")))
-        if column not in columns:
-            raise ConfigError(describe_missing(name, [column], columns))
-        raise ConfigError(f"row {without} of the data has no {column}, which reward {name} asks for; write None there")
+        for number, row in enumerate(rows):
+            if column not in row:
+                raise ConfigError(
+                    f"row {number} of the data has no {column}, which reward {_own_name(function)} asks for; write None there "
+                    f"(its columns: {', '.join(row)})"
+                )
 
 
 def _name(function: Any) -> str:

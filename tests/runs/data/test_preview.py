@@ -34,7 +34,7 @@ def test_a_pipe_gets_brackets_and_no_escapes(data: Path, tmp_path: Path, monkeyp
     assert "2 of 5 rows: 2 samples, 4 of " in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]  # nothing is written
     assert "⟦3<eos>⟧" in commands.ludic("sft", f"data={data}", "--preview")  # three rows unless a number is given
-    assert "at least 1 row" in commands.refused("sft", f"data={data}", "--preview", "0")
+    assert "--preview (0) must be at least 1" in commands.refused("sft", f"data={data}", "--preview", "0")
 
 
 def test_a_terminal_gets_colours(data: Path) -> None:
