@@ -240,7 +240,7 @@ def test_trackers_can_be_a_name_a_list_or_none(given: Any, names: list[str]) -> 
 
 def test_trackers_are_not_part_of_the_hash_of_a_run() -> None:
     assert config_hash(compose(["report_to=wandb"])) == config_hash(compose([]))
-    with pytest.raises(ConfigError, match=r"report_to \('clearml'\) must be one of mlflow, tensorboard, trackio, wandb, none"):
+    with pytest.raises(ConfigError, match=r"report_to \('clearml'\) .*mlflow, tensorboard, trackio, wandb, none"):
         parse_trackers(["clearml"])
 
 
