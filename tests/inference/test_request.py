@@ -43,9 +43,9 @@ def test_fields_that_openai_has_not_are_sent_if_they_change_something():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"top_k": -1}, r"top_k \(-1\) must be >= 0"),
-        ({"min_p": 1.5}, r"min_p \(1.5\) in \[0, 1\]"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty \(0.0\) must be > 0"),
+        ({"top_k": -1}, r"top_k \(-1\) must be at least 0"),
+        ({"min_p": 1.5}, r"min_p \(1.5\) must be at least 0 and at most 1"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty \(0.0\) must be above 0"),
         ({"stop": [5]}, r"stop \(\[5\]\) .*list of texts"),
         ({"stop": ["a", ""]}, r"stop \(\['a', ''\]\)"),
         ({"stop": ""}, r"stop \(''\)"),
@@ -62,7 +62,7 @@ def test_return_specs_have_a_preset_for_each_use():
     assert ReturnSpec.for_eval(return_token_ids=False) == ReturnSpec()
     assert ReturnSpec.for_rl(top_logprobs_k=3) == ReturnSpec(True, True, 3)
     for k in (0, -1):
-        with pytest.raises(ValueError, match=rf"top_logprobs_k \({k}\) must be >= 1"):
+        with pytest.raises(ValueError, match=rf"top_logprobs_k \({k}\) must be at least 1"):
             ReturnSpec(top_logprobs_k=k)
 
 

@@ -209,7 +209,7 @@ def test_what_a_model_cannot_be_told_of_is_refused(tools, said, model: Path) -> 
     [
         (None, "no chat template"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "ignores tools"),
-        ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "leaves the calls of tools out"),
+        ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "leaves out the calls of tools"),
         (
             TEMPLATE.replace("{{ m.role[0] }}:{{ m.content or '' }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"),
             "results",

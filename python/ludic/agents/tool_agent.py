@@ -14,7 +14,7 @@ from typing import Any
 
 from ludic.agents.base_agent import Agent, IntermediateCall
 from ludic.agents.tool_schema import check_names, tool_schema
-from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError
+from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, check_value
 from ludic.event_loop import await_if_needed, run_in_daemon_thread
 from ludic.inference.request import InferenceSpec, ToolRequest, call_seed
 from ludic.parsers import ParseResult
@@ -41,8 +41,7 @@ class ToolAgent(Agent):
 
     def __init__(self, tools: Sequence[Callable[..., Any]], *, tool_timeout_s: float | None = 30.0, **agent_kwargs: Any) -> None:
         super().__init__(**agent_kwargs)
-        if tool_timeout_s is not None and not tool_timeout_s > 0:
-            raise ConfigError(f"tool_timeout_s ({tool_timeout_s}) must be > 0, or None for tools without a deadline")
+        check_value("tool_timeout_s", tool_timeout_s, "None sets no deadline", above=0, optional=True)
         self.tool_schemas: list[dict[str, Any]] = [tool_schema(tool) for tool in tools]
         self.tool_map: dict[str, Callable[..., Any]] = {tool.__name__: tool for tool in tools}
         check_names(tools)
@@ -165,8 +164,7 @@ class ReActAgent(ToolAgent):
         super().__init__(tools, **kwargs)
         if not getattr(self._ctx, "supports_tools", False):
             raise ConfigTypeError(f"the context ({type(self._ctx).__name__}) of {type(self).__name__} needs supports_tools=True")
-        if max_react_steps < 1:
-            raise ConfigError(f"max_react_steps ({max_react_steps}) must be >= 1, because the last step is the answer")
+        check_value("max_react_steps", max_react_steps, "the last step is the answer", least=1)
         self.max_react_steps = max_react_steps
 
     async def act(
@@ -224,10 +222,8 @@ class ToolUse:
         be told of."""
         if not self.functions:
             raise ConfigError("there are no tools; give at least one function")
-        if self.max_turns < 1:
-            raise ConfigError(f"max_tool_turns ({self.max_turns}) must be >= 1; to train without tools, leave tools out")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"tool_timeout_s ({self.timeout_s}) must be > 0, or null for tools without a deadline")
+        check_value("max_tool_turns", self.max_turns, "to train without tools, leave tools out", least=1)
+        check_value("tool_timeout_s", self.timeout_s, "null sets no deadline", above=0, optional=True)
         for function in self.functions:
             check_tool(function)
         check_names(self.functions)
@@ -254,9 +250,8 @@ def check_tool(function: Tool) -> Mapping[str, Any]:
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_POSITIONAL for each in parameters.values()):
         raise ConfigError(f"the tool {name} takes *arguments, which have no names; take a list, such as items: list[str]")
-    without = [
-        each for each in schema["function"]["parameters"]["properties"] if parameters[each].annotation is inspect.Parameter.empty
-    ]
+    hinted = [each for each in parameters.values() if each.kind is not each.VAR_KEYWORD]
+    without = [each.name for each in hinted if each.annotation is each.empty]
     if without:
         raise ConfigError(f"the tool {name} has no type hint for {', '.join(without)}; write one, such as {without[0]}: str")
     return schema

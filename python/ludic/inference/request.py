@@ -9,11 +9,12 @@ server accepts. From None, all derived seeds are None.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.inference.extensions.vllm import BackendExtensions
 from ludic.list_fields import stored
 from ludic.types import ChatResponse, Message, TokenTrace
@@ -76,16 +77,12 @@ def make_sampling(section: object, **changes: Any) -> SamplingParams:
 
 def check_sampling(params: SamplingParams) -> None:
     """Raise ConfigError for a value that is outside its range."""
-    if not 0 <= params.temperature < float("inf"):
-        raise ConfigError(f"temperature ({params.temperature}) must be >= 0 and finite; 0 takes the most likely token")
-    if not 0 < params.top_p <= 1:
-        raise ConfigError(f"top_p ({params.top_p}) must be in (0, 1]; 1 keeps all tokens")
-    if params.max_tokens < 1:
-        raise ConfigError(f"max_tokens ({params.max_tokens}) must be >= 1")
-    if params.top_k < 0 or not 0 <= params.min_p <= 1:
-        raise ConfigError(f"top_k ({params.top_k}) must be >= 0 and min_p ({params.min_p}) in [0, 1]; 0 keeps all tokens")
-    if not 0 < params.repetition_penalty < float("inf"):
-        raise ConfigError(f"repetition_penalty ({params.repetition_penalty}) must be > 0 and finite; 1 changes nothing")
+    check_value("temperature", params.temperature, "0 takes the most likely token", least=0, below=math.inf)
+    check_value("top_p", params.top_p, "1 keeps all tokens", above=0, most=1)
+    check_value("max_tokens", params.max_tokens, least=1)
+    check_value("top_k", params.top_k, "0 keeps all tokens", least=0)
+    check_value("min_p", params.min_p, "0 keeps all tokens", least=0, most=1)
+    check_value("repetition_penalty", params.repetition_penalty, "1 changes nothing", above=0, below=math.inf)
     if not all(isinstance(text, str) and text for text in ([params.stop] if isinstance(params.stop, str) else params.stop or [])):
         raise ConfigError(f"stop ({params.stop!r}) must be a text, or a list of texts, none empty, or null for the end token")
 
@@ -93,8 +90,7 @@ def check_sampling(params: SamplingParams) -> None:
 def check_penalties(params: SamplingParams) -> None:
     """Raise ConfigError for a penalty outside the range that servers accept."""
     for name in ("frequency_penalty", "presence_penalty"):
-        if not -2 <= getattr(params, name) <= 2:
-            raise ConfigError(f"{name} ({getattr(params, name)}) must be in [-2, 2]; 0 changes nothing")
+        check_value(name, getattr(params, name), "0 changes nothing", least=-2, most=2)
 
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -143,8 +139,7 @@ class ReturnSpec:
     """Alternatives for each token, if the server offers them."""
 
     def __post_init__(self) -> None:
-        if self.top_logprobs_k <= 0:
-            raise ConfigError(f"top_logprobs_k ({self.top_logprobs_k}) must be >= 1")
+        check_value("top_logprobs_k", self.top_logprobs_k, least=1)
 
     @classmethod
     def for_eval(cls, *, return_token_ids: bool = True) -> ReturnSpec:
@@ -200,6 +195,14 @@ class ChatCompletionRequest:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def refuse_extensions(request: ChatCompletionRequest, client: object) -> None:
+    """Raise ConfigError for a request with extensions, for a client that has none."""
+    if request.extensions is not None:
+        raise ConfigError(
+            f"unsupported request.extensions: {type(request.extensions).__name__}; {type(client).__name__} has none"
+        )
 
 
 def chat_fields(request: ChatCompletionRequest) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from ludic.errors import ConfigError, DataTypeError
+from ludic.errors import ConfigError, DataTypeError, check_value
 from ludic.models.names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, strip_peft_parts
 
 ScoringInput = str | tuple[int, ...]
@@ -55,8 +55,7 @@ class ScoringRequest:
     """The number of logits that the model returns for a sequence."""
 
     def __post_init__(self) -> None:
-        if self.n_labels < 1:
-            raise ConfigError(f"n_labels ({self.n_labels}) must be >= 1")
+        check_value("n_labels", self.n_labels, least=1)
         object.__setattr__(self, "inputs", tuple(map(as_scoring_input, self.inputs)))
         object.__setattr__(self, "pooling_type", PoolingType(self.pooling_type))
 

@@ -27,7 +27,7 @@ async def outcomes(client, requests, patience_s=30):
 @pytest.mark.parametrize(
     ("bad", "rule"),
     [
-        (request("x" * 64), "shorten the prompt"),
+        (request("x" * 64), "tokens, the context"),
         (request(""), "no token"),
         (ChatCompletionRequest("m", [{"role": "user", "content": {"not": "text"}}]), "could not be served: TypeError"),
         (ChatCompletionRequest("m", [{"role": "user", "content": object()}]), "could not be served: TypeError"),

@@ -134,7 +134,7 @@ def test_permanent_errors_are_not_retried(status):
         ("<html>It works!</html>", "InferenceError|JSON"),
         ([1, 2], "Expected `object`, got `array`"),
         ({}, "missing required field `choices`"),
-        ({"choices": []}, "returned no choice"),
+        ({"choices": []}, "length >= 1 - at `$.choices`"),
         ({"choices": [{"index": 0}]}, "missing required field `message`"),
         ({"choices": ["4"]}, "got `str` - at `$.choices[0]`"),
         (completion({"text": "4"}), "got `object` - at `$.choices[0].message.content`"),

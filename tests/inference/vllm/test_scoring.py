@@ -179,7 +179,7 @@ async def test_a_policy_server_is_not_mistaken_for_a_reward_server():
         ([], "0 scores for 1 inputs"),
         ([{"index": 0, "probs": [None]}], r"got `null` - at `\$.data\[0\].probs\[0\]`"),
         ([{"index": 0, "probs": "high"}], r"got `str` - at `\$.data\[0\].probs`"),
-        ([{"index": 3, "probs": [1.0]}], r"for the inputs \[3\] of 1"),
+        ([{"index": 3, "probs": [1.0]}], r"1 scores for 1 inputs \(indices 3\)"),
         (None, r"got `null` - at `\$.data`"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError, InferenceError
+from ludic.errors import ConfigError, InferenceError, check_value
 from ludic.event_loop import run_in_thread
 from ludic.inference.client import Episode, WeightSource, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
@@ -21,7 +21,7 @@ from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.prompts.template import find_turn_end, select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
-from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_sampling
+from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_sampling, refuse_extensions
 from ludic.models.packed_attention import pin_rope
 from ludic.models.published import copy_for_sampling, copy_streamed_weights, copy_weights
 from ludic.models.sharding import is_sharded
@@ -105,14 +105,11 @@ class LocalChatClient:
         logprobs_mode: LogprobsMode = "raw",
         prefix_cache_bytes: int = 256 * 2**20,
     ) -> None:
-        if max_batch_size < 1:
-            raise ConfigError(f"max_batch_size ({max_batch_size}) must be >= 1")
+        check_value("max_batch_size", max_batch_size, least=1)
+        check_value("prefix_cache_bytes", prefix_cache_bytes, "0 disables the cache between turns", least=0)
+        check_value("logprobs_mode", logprobs_mode, choices=("raw", "processed"))
         if is_sharded(model):
             raise ConfigError(f"{type(model).__name__} is sharded; give the client a whole model, or sample on servers")
-        if prefix_cache_bytes < 0:
-            raise ConfigError(f"prefix_cache_bytes ({prefix_cache_bytes}) must be >= 0; 0 disables the cache between turns")
-        if logprobs_mode not in ("raw", "processed"):
-            raise ConfigError(f"logprobs_mode ({logprobs_mode!r}) must be 'raw' or 'processed'")
         if not copy_model and (device is not None or dtype is not None):
             raise ConfigError("device and dtype are of a copy of the model; set copy_model=True, or leave them out")
         pin_rope(model)
@@ -139,8 +136,7 @@ class LocalChatClient:
         Raises ConfigError for invalid settings, InferenceError if the model cannot read the prompt
         or fails.
         """
-        if request.extensions is not None:
-            raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; LocalChatClient has none")
+        refuse_extensions(request, self)
         tools = select_tools(request.tools)
         result = await self._enqueue(
             Dialogue(request.messages, tools, request.chat_template_kwargs), request.sampling, request.seed

@@ -75,16 +75,21 @@ class Bounds:
     def room(self, prompt_ids: Sequence[int]) -> int | None:
         """Number of tokens that fit into the context after this prompt; None without a limit.
         Raises InferenceError for an empty, too long or out-of-vocabulary prompt."""
-        if not prompt_ids:
-            raise InferenceError("the prompt has no tokens; a model needs at least one to continue")
-        if self.vocabulary is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocabulary:
-            wrong = next(token for token in prompt_ids if not 0 <= token < self.vocabulary)
-            raise InferenceError(f"token id {wrong} of the prompt must be below the model's vocabulary size {self.vocabulary}")
-        if self.context is None:
-            return None
-        if len(prompt_ids) >= self.context:
-            raise InferenceError(f"the prompt has {len(prompt_ids)} tokens, the context {self.context}; shorten the prompt")
-        return self.context - len(prompt_ids)
+        if fault := self.find_fault(prompt_ids, more=1):
+            raise InferenceError(f"the prompt has {fault}")
+        return None if self.context is None else self.context - len(prompt_ids)
+
+    def find_fault(self, ids: Sequence[int], *, more: int = 0) -> str | None:
+        """What is wrong with ids that the model is to read, with room for `more` after them: the
+        end of a message. None if it can read them."""
+        if not ids:
+            return "no tokens; a model needs at least one"
+        if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
+            return f"the token id {wrong}, which must be in the model's vocabulary, 0..{self.vocabulary - 1}"
+        if self.context is not None and len(ids) + more > self.context:
+            return f"{len(ids)} tokens, the context {self.context}; shorten it"
+        return None
 
 
 def decode(

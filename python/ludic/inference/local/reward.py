@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ludic import _core
-from ludic.errors import ConfigError, DataError, InferenceError
+from ludic.errors import ConfigError, DataError, InferenceError, check_value
 from ludic.event_loop import run_in_thread
+from ludic.inference.local.decode import Bounds
 from ludic.inference.prompts.template import encode_text
 from ludic.inference.prompts.tokens import reads_same_ids
 from ludic.inference.reward_types import (
@@ -28,7 +29,7 @@ from ludic.inference.reward_types import (
     check_one_label,
     select_trained_weights,
 )
-from ludic.models.packed_attention import find_context, pin_rope
+from ludic.models.packed_attention import pin_rope
 from ludic.models.published import copy_weights
 from ludic.models.wrappers import evaluation_mode
 
@@ -61,8 +62,7 @@ class LocalRewardModel:
         add_special_tokens: bool = False,
         name: str = "reward_model",
     ) -> None:
-        if micro_token_budget < 1:
-            raise ConfigError(f"micro_token_budget ({micro_token_budget}) must be >= 1")
+        check_value("micro_token_budget", micro_token_budget, least=1)
         pin_rope(model)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._budget, self._add_special_tokens = micro_token_budget, add_special_tokens
@@ -97,19 +97,17 @@ class LocalRewardModel:
         Raises DataError for a sequence that the model cannot read, InferenceError if it fails.
         """
         check_one_label(n_labels)
-        logits_NL = await run_in_thread(self._logits, list(inputs), pooling_type)
-        if logits_NL.shape[1] != 1:
-            raise ConfigError(f"{self.name} has {logits_NL.shape[1]} labels; a reward is one number: use a model with one label")
+        logits_NL = await run_in_thread(self._logits, list(inputs), pooling_type, n_labels)
         return _apply_activation(logits_NL, normalize)[:, 0].tolist()
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """Like `score_batch`, with all labels. The info has `reward_model_version`."""
-        logits_NL = await run_in_thread(self._logits, list(request.inputs), request.pooling_type)
+        logits_NL = await run_in_thread(self._logits, list(request.inputs), request.pooling_type, request.n_labels)
         return self._response(request, logits_NL), {"reward_model_version": self._version}
 
     def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """`score` in the calling thread."""
-        response = self._response(request, self._logits(list(request.inputs), request.pooling_type))
+        response = self._response(request, self._logits(list(request.inputs), request.pooling_type, request.n_labels))
         return response, {"reward_model_version": self._version}
 
     async def get_reward_model_version(self) -> int:
@@ -136,8 +134,6 @@ class LocalRewardModel:
             self._busy.release()
 
     def _response(self, request: ScoringRequest, logits_NL: Tensor) -> ScoringResponse:
-        if logits_NL.shape[1] != request.n_labels:
-            raise ConfigError(f"{self.name} has {logits_NL.shape[1]} labels, but the request has n_labels={request.n_labels}")
         scores = _apply_activation(logits_NL, request.normalize)
         tokens = sum(len(ids) for ids in self._token_ids(request.inputs))
         return ScoringResponse(
@@ -147,12 +143,13 @@ class LocalRewardModel:
             metadata={"pooling_type": request.pooling_type.value, "normalize": request.normalize},
         )
 
-    def _logits(self, inputs: Sequence[str | Sequence[int]], pooling: PoolingType | None) -> Tensor:
-        """[N, L] float32 on the CPU."""
+    def _logits(self, inputs: Sequence[str | Sequence[int]], pooling: PoolingType | None, n_labels: int) -> Tensor:
+        """[N, L] float32 on the CPU. Raises ConfigError for a model with another number of labels
+        than `n_labels`."""
         sequences = self._token_ids(inputs)
         self._check_sequences(sequences, pooling)
         if not sequences:
-            return torch.zeros(0, 1)
+            return torch.zeros(0, n_labels)
         lengths = np.fromiter((len(ids) for ids in sequences), dtype=np.int32, count=len(sequences))
         plan = _core.plan_optimal(lengths, max(self._budget, int(lengths.max())))
         logits: dict[int, Tensor] = {}
@@ -162,6 +159,8 @@ class LocalRewardModel:
                     logits.update(zip(rows, self._forward([sequences[row] for row in rows], pooling).float().cpu(), strict=True))
         except RuntimeError as error:
             raise InferenceError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+        if len(logits[0]) != n_labels:
+            raise ConfigError(f"{self.name} has {len(logits[0])} labels, but the request has n_labels={n_labels}")
         return torch.stack([logits[row] for row in range(len(sequences))])
 
     def _forward(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> Tensor:
@@ -194,15 +193,10 @@ class LocalRewardModel:
             raise ConfigError("pooling_type=step is reserved: scores for each step are not implemented")
         if self._head is None and pooling not in (None, PoolingType.CLS):
             raise ConfigError(f"{self.name} is an encoder that scores its first token; use pooling_type=cls or None")
-        vocabulary = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
-        room = find_context(self.model)
+        bounds = Bounds.of(self.model)
         for index, ids in enumerate(sequences):
-            if not ids:
-                raise DataError(f"sequence {index} has no tokens; there is nothing to score")
-            if room is not None and len(ids) > room:
-                raise DataError(f"sequence {index} has {len(ids)} tokens, the context of {self.name} is {room}; shorten it")
-            if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
-                raise DataError(f"sequence {index} has a token id outside 0..{vocabulary - 1}, the vocabulary of {self.name}")
+            if fault := bounds.find_fault(ids):
+                raise DataError(f"sequence {index} for {self.name} has {fault}")
 
 
 def _pool(hidden_BTH: Tensor, mask_BT: Tensor, lengths_B: Tensor, pooling: PoolingType) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.inference.prompts.tool_calls import CLOSING, OPENING, parse_tool_calls
 from ludic.inference.request import ToolRequest
 from ludic.types import Message
@@ -27,8 +27,8 @@ def select_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
     """
     if request is None or request.tool_choice == "none":
         return []
-    if request.tool_choice not in ("auto", None):
-        raise ConfigError(f"tool_choice ({request.tool_choice!r}) must be 'auto', or 'none' to offer no tools, in this client")
+    hint = "this client cannot force a call; none offers no tools"
+    check_value("tool_choice", request.tool_choice, hint, choices=("auto", "none"), optional=True)
     return list(request.tools)
 
 
@@ -153,11 +153,10 @@ class ChatTemplate:
             raise
         except Exception as error:  # of the template, which may raise anything
             raise ConfigError(f"the chat template cannot write a call of a tool and its result: {error}") from error
+        for part, shown in (("calls of tools (`tool_calls`)", argument), ("results of tools (role `tool`)", result)):
+            if shown not in text:
+                raise ConfigError(f"the chat template leaves out the {part}")
         place = text.find(argument)
-        if place < 0:
-            raise ConfigError("the chat template leaves the calls of tools out (`tool_calls` of a message)")
-        if result not in text:
-            raise ConfigError("the chat template leaves the results of tools out (messages of the role `tool`)")
         end = text.find(CLOSING, place)
         call = text[max(0, text.rfind(OPENING, 0, place)) : end + len(CLOSING) if end >= 0 else len(text)]
         if not parse_tool_calls(call):

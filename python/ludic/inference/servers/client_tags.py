@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ludic.errors import ClientTagError, ConfigError
+from ludic.errors import ClientTagError, ConfigError, check_value
 from ludic.inference.servers.prompt_clipping import prompt_limit
 from ludic.inference.vllm.in_server.client_tag_middleware import FIELD, HEADER, OUTER_LISTS
 
@@ -78,8 +78,7 @@ class ClientTag:
     counts: TagCounts = field(default_factory=TagCounts)
 
     def __post_init__(self) -> None:
-        if self.policy not in ("require_echo", "lenient"):
-            raise ConfigError(f"client_tag_policy ({self.policy!r}) must be 'require_echo' or 'lenient'")
+        check_value("client_tag_policy", self.policy, choices=("require_echo", "lenient"))
         if not self.tag.strip() or not self.tag.isprintable() or not self.tag.isascii():
             raise ConfigError(f"client_tag ({self.tag!r}) must be printable ASCII, because it is sent in a header")
 

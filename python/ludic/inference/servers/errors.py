@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerError, ServerUnreachableError
+from ludic.errors import EngineDeadError, InferenceError, ServerError, ServerUnreachableError, check_value
 
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 """Statuses below 500 after which a retry may succeed. Statuses of 500 and above are transient
@@ -98,11 +98,10 @@ class RetryPolicy:
     """Factor by which the scale grows with each retry."""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0 or self.max_retries < 0 or self.backoff_s < 0 or not self.backoff_growth >= 1:
-            raise ConfigError(
-                f"timeout_s ({self.timeout_s}) must be > 0, max_retries ({self.max_retries}) and backoff_s ({self.backoff_s}) "
-                f"must be >= 0, backoff_growth ({self.backoff_growth}) must be >= 1"
-            )
+        check_value("timeout_s", self.timeout_s, above=0)
+        check_value("max_retries", self.max_retries, least=0)
+        check_value("backoff_s", self.backoff_s, least=0)
+        check_value("backoff_growth", self.backoff_growth, least=1)
 
     async def run(self, attempt: Callable[[], Awaitable[T]], *, name: str) -> T:
         """Return the result of `attempt`, which is repeated after each retryable error. Raises

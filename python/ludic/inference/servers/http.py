@@ -197,6 +197,12 @@ class BlockingHttp:
         return run_blocking(request_once(method, url, **options))
 
 
+def check_scheme(name: str, url: str) -> None:
+    """Raise ConfigError for an address without http:// or https://; `name` is the setting's."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{name} ({url}) must begin with http:// or https://, such as http://127.0.0.1:8000")
+
+
 def _check_address(url: str, headers: Mapping[str, str]) -> None:
     """Raise ConfigError for a port beyond 65535, brackets without a valid address, or a header that
     is not ASCII."""
@@ -283,9 +289,8 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(coroutine, _loop)
     try:
         return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+    finally:
+        future.cancel()  # changes nothing if it has ended
 
 
 def _reset_in_fork() -> None:

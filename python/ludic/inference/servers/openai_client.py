@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from ludic.errors import ConfigError, InferenceError
-from ludic.inference.request import ChatCompletionRequest, chat_fields, request_body
+from ludic.errors import InferenceError
+from ludic.inference.request import ChatCompletionRequest, chat_fields, refuse_extensions, request_body
 from ludic.inference.servers.answers import ModelList, drop_nulls
 from ludic.inference.servers.errors import RetryPolicy
-from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, is_loopback_url
+from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, check_scheme, is_loopback_url
 from ludic.inference.vllm.responses import ChatMessage, Logprobs, ResponseReader
 from ludic.types import ChatResponse
 
@@ -51,8 +51,7 @@ class OpenAIChatClient:
         returns_token_ids: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url ({base_url}) must begin with http:// or https://, such as http://127.0.0.1:8000/v1")
+        check_scheme("base_url", base_url)
         self.base_url = base_url.rstrip("/")
         self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
         self.returns_token_ids = returns_token_ids
@@ -65,8 +64,7 @@ class OpenAIChatClient:
         Raises TimeoutError after `timeout_s`, InferenceError for a response that is not a
         completion, and ConfigError for settings that this interface does not have.
         """
-        if request.extensions is not None:
-            raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; OpenAIChatClient has none")
+        refuse_extensions(request, self)
         arguments = self._arguments(request)
         response = await self._request("POST", "/chat/completions", request_body(arguments))
         if "extra_body" in arguments:
@@ -138,13 +136,10 @@ class _Choice(Struct):
 class _Completion(Struct):
     """The fields of a response of `/chat/completions` without token ids that are read."""
 
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
 
     def response(self, base_url: str) -> ChatResponse:
-        """The first choice. Raises InferenceError if there is none, or if the server aborted
-        it."""
-        if not self.choices:
-            raise InferenceError(f"{base_url} returned no choice")
+        """The first choice. Raises InferenceError if the server aborted it."""
         choice = self.choices[0]
         if choice.finish_reason == "abort":
             raise InferenceError(f"{base_url} aborted the request; its partial output is discarded")

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
+from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError, check_value
 from ludic.inference.servers.http import Http, HttpResponse
 
 logger = logging.getLogger(__name__)
@@ -243,8 +243,7 @@ class HangDetector:
     ) -> None:
         """`is_alive` probes a server that has been silent for `silence_s`, and drains it if it is
         dead."""
-        if not silence_s > 0:
-            raise ConfigError(f"silence_s ({silence_s}) must be > 0; None turns the detection of hanging servers off")
+        check_value("silence_s", silence_s, "None turns the detection of hanging servers off", above=0)
         self.silence_s = silence_s
         self._is_alive, self._clock = is_alive, clock
         self._calls = {server: _Calls() for server in servers}

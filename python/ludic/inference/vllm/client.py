@@ -238,9 +238,7 @@ class VLLMChatClient(PushTarget):
 
     def _check_pushes_weights(self) -> None:
         if not self.enable_weight_updates:
-            raise InferenceError(
-                "this client cannot push weights; make it with enable_weight_updates=True, for `ludic serve --weights`"
-            )
+            raise InferenceError("this client cannot push weights; set enable_weight_updates=True, for `ludic serve --weights`")
 
     def follow_restarts(self, restarts: Restarts) -> None:
         """Wait for servers that are restarted, and take no answer of weights that were not

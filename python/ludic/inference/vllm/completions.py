@@ -177,9 +177,7 @@ class RenderedCompletions:
         limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
         closing = () if limit is None else self._tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]
         if limit is not None and not respects_limit(ids, limit, closing):
-            raise InferenceError(
-                f"the thinking went beyond max_think ({limit}) tokens; start the server with `ludic serve --think-limits`"
-            )
+            raise InferenceError(f"the thinking exceeds max_think ({limit}); start the server with `ludic serve --think-limits`")
 
 
 class OpenAICompletions:

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ludic.errors import ConfigError, ConfigTypeError, InferenceError, did_you_mean
+from ludic.errors import ConfigError, ConfigTypeError, InferenceError, check_value, did_you_mean
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, chat_fields
-from ludic.inference.vllm.in_server.think_limits import parse_max_think
 from ludic.list_fields import stored
 from ludic.types import ChatResponse
 
@@ -109,12 +108,9 @@ def extension_fields(extensions: object) -> dict[str, Any]:
     if not isinstance(extensions, VLLMExtensions):
         raise ConfigTypeError(f"unsupported request.extensions: {type(extensions).__name__}; a vLLM server takes VLLMExtensions")
     penalty = extensions.repetition_penalty
-    try:
-        think = parse_max_think(extensions.max_think)
-    except ValueError as error:
-        raise ConfigError(f"{error}; None sets no limit") from None
-    if not penalty > 0:
-        raise ConfigError(f"repetition_penalty must be > 0, got {penalty}; 1 changes nothing")
+    think = extensions.max_think
+    check_value("max_think", think, "None sets no limit", whole=True, least=1, optional=True)
+    check_value("repetition_penalty", penalty, "1 changes nothing", above=0)
     fields: dict[str, Any] = {"repetition_penalty": float(penalty)} if penalty != 1 else {}
     if think is not None:
         fields["vllm_xargs"] = {"max_think": think}
@@ -139,8 +135,7 @@ class ContextRoom:
         """`lengths`: maximum number of prompt plus completion tokens, by model; if empty, there is
         no limit. If a request does not fit, `on_overflow="error"` raises ConfigError, and "clip"
         clips and counts it."""
-        if on_overflow not in ("error", "clip"):
-            raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
+        check_value("on_overflow", on_overflow, choices=("error", "clip"))
         self.lengths, self._on_overflow = dict(lengths), on_overflow
         self.clipped = 0
 

@@ -85,7 +85,7 @@ class Continuation(Struct):
     """The fields of a response of `/inference/v1/generate` and `/v1/completions` that are read. A
     token id that is not a 31-bit integer, or an unknown `finish_reason`, is an InferenceError."""
 
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
     prompt_token_ids: list[TokenId] | None = None
 
 
@@ -102,7 +102,7 @@ class _ChatChoice(_Choice, kw_only=True):
 class ChatCompletion(Struct):
     """The fields of a response of `/v1/chat/completions` that are read."""
 
-    choices: list[_ChatChoice]
+    choices: Annotated[list[_ChatChoice], Meta(min_length=1)]
     prompt_token_ids: list[TokenId] | None = None
 
     def response(self) -> ChatResponse:
@@ -192,15 +192,13 @@ class ResponseReader:
             answer = convert_answer(self.tag.filter(response.read(dict[str, Any])), Continuation, self.name)
         name, choice = self.name, _first_choice(answer.choices, self.name)
         prompt = choice.prompt_token_ids if answer.prompt_token_ids is None else answer.prompt_token_ids
-        if prompt is None:
-            raise InferenceError(f"{name} did not return prompt_token_ids, as it must if return_token_ids is set")
+        ids, logprobs = choice.token_ids, choice.logprobs or Logprobs()
+        if ids is None or prompt is None:
+            raise InferenceError(f"{name} returned no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
         if prompt != list(request.prompt_ids):
             raise InferenceError(
-                f"{name} read a prompt of {len(prompt)} tokens, not the {len(request.prompt_ids)} tokens that were sent"
+                f"{name} read a prompt of {len(prompt)} tokens, not the {len(request.prompt_ids)} that were sent"
             )
-        ids, logprobs = choice.token_ids, choice.logprobs or Logprobs()
-        if ids is None:
-            raise InferenceError(f"{name} returned no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
         values = logprobs.values()
         check_tokens(ids, values, name, max_tokens=request.sampling.max_tokens, vocab_size=self.vocab_size)
         if logprobs.token_logprobs is None and any(
@@ -216,10 +214,7 @@ class ResponseReader:
 
 
 def _first_choice(choices: Sequence[C], name: str) -> C:
-    """The first choice. Raises InferenceError if there is none, AbortedError if the server aborted
-    it."""
-    if not choices:
-        raise InferenceError(f"{name} returned no choice")
+    """The first choice. Raises AbortedError if the server aborted it."""
     if choices[0].finish_reason in ("abort", "error"):
         raise AbortedError(f"{name} aborted the request; its partial output is discarded")
     return choices[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import check_value
 from ludic.inference.client import Weights
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse
 from ludic.inference.vllm.client import VLLMChatClient
@@ -94,10 +94,9 @@ class VLLMClient(VLLMChatClient):
     async def get_server_info(self, server: str = "scoring") -> dict[str, Any]:
         """`url`, `models`, `max_model_len` and vLLM's `version` of the `scoring` or the `policy`
         server."""
+        check_value("server", server, choices=("scoring", "policy"))
         if server == "scoring":
             return await self.scoring.get_server_info()
-        if server != "policy":
-            raise ConfigError(f"server ({server!r}) must be 'scoring' or 'policy'")
         async with VLLMScoringClient(self.server_url, timeout_s=self._retries.timeout_s) as policy:
             return await policy.get_server_info()
 

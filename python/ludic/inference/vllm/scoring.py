@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
-from ludic.errors import ConfigError, DataError, InferenceError, ServerError
+from ludic.errors import ConfigError, DataError, InferenceError, ServerError, check_value, shorten_names
 from ludic.inference.client import Publisher, Weights
 from ludic.inference.prompts.template import encode_text
 from ludic.inference.prompts.tokens import reads_same_ids
@@ -183,8 +183,7 @@ class VLLMScoringClient:
 
     async def get_server_info(self, server: str = "scoring") -> dict[str, Any]:
         """`url`, `models`, `max_model_len` and vLLM's `version` of the server."""
-        if server != "scoring":
-            raise ConfigError(f"server ({server!r}) must be 'scoring': {type(self).__name__} knows no other")
+        check_value("server", server, f"{type(self).__name__} knows no other", choices=("scoring",))
         served, version = (await self._call("/v1/models", ModelList)).data, await self._call("/version", _Version)
         return {
             "url": self.url,
@@ -281,19 +280,14 @@ def _read_logits(answer: _Scores, expected: int, n_labels: int, url: str) -> lis
 
     Entries with the indices 1 and 0 are swapped; entries without indices are in order.
     """
-    if len(answer.data) != expected:
-        raise InferenceError(f"{url} returned {len(answer.data)} scores for {expected} inputs; there must be one for each")
     rows: dict[int, list[float]] = {}
     for entry in answer.data:
-        if not all(map(math.isfinite, entry.probs)):
-            raise InferenceError(f"{url} returned the scores {str(entry.probs)[:200]}; they must be finite")
         if len(entry.probs) != n_labels:
-            raise ConfigError(
-                f"the model of {url} has {len(entry.probs)} labels, but n_labels={n_labels}; a reward is one number"
-            )
+            raise ConfigError(f"the model of {url} has {len(entry.probs)} labels, but the request has n_labels={n_labels}")
         rows[len(rows) if entry.index is None else entry.index] = entry.probs
-    if sorted(rows) != list(range(expected)):
-        raise InferenceError(f"{url} returned scores for the inputs {sorted(rows)} of {expected}; there must be one for each")
+    if len(answer.data) != expected or sorted(rows) != list(range(expected)):
+        found = f"{len(answer.data)} scores for {expected} inputs (indices {shorten_names(sorted(rows))})"
+        raise InferenceError(f"{url} returned {found}; there must be one for each")
     return [rows[index] for index in range(expected)]
 
 

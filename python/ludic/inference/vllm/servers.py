@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerTimeoutError, ServerUnreachableError
+from ludic.errors import EngineDeadError, InferenceError, ServerTimeoutError, ServerUnreachableError
 from ludic.inference.servers.answers import ModelList, WeightInfo, check_served_version, is_at_least, version_number
 from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError
-from ludic.inference.servers.http import HttpResponse, request_once, run_blocking
+from ludic.inference.servers.http import HttpResponse, check_scheme, request_once, run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
 
 T = TypeVar("T")
@@ -158,8 +158,7 @@ def server_url(address: str, port: int | None = None) -> str:
     address to listen on, becomes 127.0.0.1."""
     if port is not None:
         return f"http://{'127.0.0.1' if address in ('0.0.0.0', '::', '') else address}:{port}"
-    if not address.startswith(("http://", "https://")):
-        raise ConfigError(f"the URL {address!r} must begin with http:// or https://, such as http://127.0.0.1:8000")
+    check_scheme("the URL", address)
     return address.rstrip("/").removesuffix("/v1")
 
 

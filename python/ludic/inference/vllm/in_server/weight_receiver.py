@@ -333,13 +333,10 @@ def _connect_store(address: str, port: int, size: int, timeout_s: float) -> Any:
 def open_store(address: str, size: int, timeout: timedelta) -> tuple[Any, int]:
     """Open a store for `size` processes. Returns it and its port. It listens only on this address;
     by default torch listens on all."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    try:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
         listener.bind((address, 0))
         listener.listen(64)
         port = listener.getsockname()[1]
-    except OSError:
-        listener.close()
-        raise
-    store = c10d.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+        handle = listener.detach()  # the store closes it
+    store = c10d.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=handle)
     return store, port
