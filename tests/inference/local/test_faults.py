@@ -45,7 +45,7 @@ def test_an_invalid_request_fails_alone(bad, rule):
 def test_token_ids_outside_the_vocabulary_never_reach_the_model():
     client = LocalChatClient(tiny_model(), tokenizer())
     for ids in ([5, 259], [-1]):
-        with pytest.raises(InferenceError, match="vocabulary, 0..258"):
+        with pytest.raises(InferenceError, match=r"vocabulary, 0\.\.258"):
             play(client.complete_tokens(ids))
 
 
