@@ -15,13 +15,12 @@ from ludic.columns import Column, array_mean_or_zero, float_column, int_column, 
 from ludic.errors import DataError, DataTypeError
 from ludic.files.json_values import encode_lines
 from ludic.inference.request import ReturnSpec
-from ludic.list_fields import read_list, stored
 from ludic.training.batching.packing import truncate_and_flag
 from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.rollouts.log import rollout_record
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
-from ludic.types import ChatResponse, Rollout, Step, TokenTrace
+from ludic.types import ChatResponse, Rollout, Step, TokenTrace, read_list, stored
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 FIELDS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")

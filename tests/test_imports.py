@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
     ["ludic.distribution", "ludic.errors", "ludic.event_loop", "ludic.importing", "ludic.user_objects", "ludic._core"],
-    ["ludic.list_fields", "ludic.columns", "ludic.types", "ludic.files"],
+    ["ludic.columns", "ludic.types", "ludic.files"],
     ["ludic.launch"],
     ["ludic.models", "ludic.parsers", "ludic.data", "ludic.context"],
     ["ludic.inference"],

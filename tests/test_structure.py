@@ -67,6 +67,7 @@ FOREIGN_OBJECTS = {
     "tasks": "a user's reward function",
     "trainers": "a user's function",
     "training": "a user's reward, loss, filter and environment, transformers, torch, wandb and the C library",
+    "types.py": "the value of a field, a list of a user's or an array",
     "user_objects.py": "a user's module, and a user's object, adapted",
 }
 """Packages that may read optional members, and the foreign objects that they read them from. Our

@@ -12,10 +12,9 @@ from benches.python.contest import Contender, Contest
 from benches.python.samples import list_items
 
 from ludic import _core
-from ludic.list_fields import stored
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.types import SAWItem
-from ludic.types import Rollout, Step, TokenTrace
+from ludic.types import Rollout, Step, TokenTrace, stored
 
 Trace = Callable[[list[int], list[int], list[float], str], TokenTrace]
 

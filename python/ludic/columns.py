@@ -1,5 +1,5 @@
-"""Arrays of token ids, masks and log-probabilities for fields that are lists when they are read
-(`ludic.list_fields`), and means that are 0 for an empty input."""
+"""Arrays of token ids, masks and log-probabilities for fields that are lists when they are read,
+and means that are 0 for an empty input."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic import _core
-from ludic.list_fields import ListWhenRead
 
 
-class Column(np.ndarray, ListWhenRead):
-    """[N] numbers of a field that `lists_when_read` knows. Make it with `int_column` or
+class Column(np.ndarray):
+    """[N] numbers of a field that `ludic.types.lists_when_read` knows. Make it with `int_column` or
     `float_column`."""
+
+    is_list_when_read = True
 
 
 def int_column(values: Any) -> Column:

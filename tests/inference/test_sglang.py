@@ -12,8 +12,7 @@ from ludic.columns import Column
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMExtensions
 from ludic.inference.sglang import SGLangClient
-from ludic.list_fields import stored
-from ludic.types import TRACE_KEYS
+from ludic.types import TRACE_KEYS, stored
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

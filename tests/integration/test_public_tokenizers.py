@@ -18,8 +18,7 @@ from ludic.cli.app import app
 from ludic.errors import ConfigError, DataError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams
 from ludic.inference.local.client import LocalChatClient, end_token_ids
-from ludic.inference.prompts.template import ChatTemplate, find_turn_end
-from ludic.inference.prompts.tokens import Dialogue, PromptTokens
+from ludic.inference.prompts.template import ChatTemplate, Dialogue, PromptTokens, find_turn_end
 from ludic.recipes.epochs_schema import compose_sft
 from ludic.recipes.model import build_tokenizer
 from ludic.runs.data.preview import preview

@@ -24,7 +24,7 @@ from ludic.runs.reinforce import RLRun
 from ludic.runs.report.reinforce import summarize_mismatch, summarize_overlap, summarize_weight_sync
 from ludic.runs.report.summary import sum_phases
 from ludic.runs.sampler import _run_server, check_inference, make_preflight
-from ludic.tasks.adapters import as_episodic
+from ludic.tasks.episodic import as_episodic
 from ludic.training.loop.step_record import PhaseTimer
 
 

@@ -8,8 +8,7 @@ import pytest
 from ludic.envs import DatasetQAEnv
 from ludic.parsers import ParseResult
 from ludic.tasks import DigitSort, EpisodicTask, Tools, as_episodic
-from ludic.tasks.adapters import WrappedTask
-from ludic.tasks.episodic import Shown, logged_names, task_reducers
+from ludic.tasks.episodic import Shown, WrappedTask, logged_names, task_reducers
 from ludic.tasks.rewards import Success, success_of
 from ludic.types import Rollout, Step
 

@@ -11,7 +11,7 @@ import pytest
 
 from ludic.errors import ConfigError, GradingError, RolloutError
 from ludic.recipes.compose import compose
-from ludic.tasks.adapters import as_episodic
+from ludic.tasks.episodic import as_episodic
 from ludic.tasks.reasoning_gym import WORKER, ReasoningGym
 
 pytest.importorskip("reasoning_gym", reason="`pip install 'ludic-rl[reasoning-gym]'` installs it")

@@ -27,7 +27,6 @@ from rich.progress import Progress
 from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError, check_value
 from ludic.files.atomic import write_text
-from ludic.list_fields import stored
 from ludic.models.places import check_place
 from ludic.recipes.compose import choose_devices, compose, config_hash, list_builtin_recipes, to_yaml
 from ludic.recipes.overrides import Override, parse_override
@@ -36,7 +35,7 @@ from ludic.recipes.schema import Recipe
 from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.runs.directory import make_run_folder
 from ludic.runs.report.summary import make_table, show_files
-from ludic.types import Rollout
+from ludic.types import Rollout, stored
 
 if TYPE_CHECKING:
     from ludic.eval import Interval, Measurement, ProblemEvaluator

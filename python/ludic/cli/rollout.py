@@ -30,11 +30,10 @@ from rich.console import Console
 
 from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError, DataError
-from ludic.list_fields import stored
 from ludic.recipes.compose import choose_devices, compose
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import INTERRUPTED, quiet_libraries, run_with_console
-from ludic.types import Rollout
+from ludic.types import Rollout, stored
 
 
 @dataclass

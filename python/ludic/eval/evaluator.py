@@ -11,14 +11,13 @@ from ludic.errors import check_value
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import EventLoop, await_if_needed
 from ludic.inference.request import derive_seed
-from ludic.list_fields import stored
 from ludic.training.evaluators.protocol import Evaluator as Evaluator
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.training.rollouts.to_samples import step_facts
 from ludic.training.stats import Reducer, apply_reducers_to_records
 from ludic.training.types import RequestsFn, RolloutRequest
-from ludic.types import Rollout, Step
+from ludic.types import Rollout, Step, stored
 
 Record = dict[str, Any]
 Metrics = dict[str, float]

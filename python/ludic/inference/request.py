@@ -16,8 +16,7 @@ from typing import Any
 
 from ludic.errors import ConfigError, check_value
 from ludic.inference.extensions.vllm import BackendExtensions
-from ludic.list_fields import stored
-from ludic.types import ChatResponse, Message, TokenTrace
+from ludic.types import ChatResponse, Message, TokenTrace, stored
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,14 @@ from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
 from ludic.inference.client import PolicyPublisher, PushTarget, Weights
-from ludic.inference.prompts.tokens import Dialogue, PromptTokens
+from ludic.inference.prompts.template import Dialogue, PromptTokens
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
 from ludic.inference.servers.errors import AbortedError, RetryPolicy
 from ludic.inference.servers.http import HttpResponse, ServerCalls
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.responses import TokenId, check_tokens
-from ludic.list_fields import read_list
-from ludic.types import ChatResponse, TokenTrace
+from ludic.types import ChatResponse, TokenTrace, read_list
 
 
 class _VersionAnswer(Struct):

@@ -17,9 +17,9 @@ from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.recipes.sections import CallbacksSection, ControllersSection, RLCallbacksSection, build_info_seed, check_reference
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
-from ludic.tasks.adapters import WithTools
 from ludic.tasks.code import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
+from ludic.tasks.episodic import WithTools
 from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym
 from ludic.tasks.rewards import success_of

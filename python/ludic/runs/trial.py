@@ -18,13 +18,11 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, LudicError, error_location
 from ludic.event_loop import call_outside_loop
 from ludic.inference import ChatCompletionRequest
-from ludic.inference.prompts.template import ChatTemplate, read_template, read_template_kwargs
-from ludic.inference.prompts.tokens import Dialogue, PromptTokens
+from ludic.inference.prompts.template import ChatTemplate, Dialogue, PromptTokens, read_template, read_template_kwargs
 from ludic.recipes.schema import Recipe
 from ludic.runs.rollouts import make_evaluation_inference, make_protocol
 from ludic.tasks import Episode, EpisodicTask
-from ludic.tasks.adapters import OneTurn, WrappedTask, prompt_messages
-from ludic.tasks.episodic import Shown
+from ludic.tasks.episodic import OneTurn, Shown, WrappedTask, prompt_messages
 from ludic.training.rng import preserved_rng
 from ludic.training.rollouts.engine import close_environment
 from ludic.types import ChatResponse

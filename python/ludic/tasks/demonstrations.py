@@ -9,8 +9,7 @@ from typing import Any
 from ludic.context import GivenDialog
 from ludic.errors import ConfigError
 from ludic.inference.prompts.template import ChatTemplate, begin_prompt, find_turn_end
-from ludic.tasks.adapters import as_episodic
-from ludic.tasks.episodic import EpisodicTask, Task, Turn
+from ludic.tasks.episodic import EpisodicTask, Task, Turn, as_episodic
 from ludic.training.types import SAWBatch, SAWItem
 from ludic.types import Message
 

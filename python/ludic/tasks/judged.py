@@ -19,8 +19,7 @@ from ludic.models.lora import load_adapter
 from ludic.models.names import WRAPPING
 from ludic.models.packed_attention import pin_rope
 from ludic.models.places import find_adapter_base, find_place
-from ludic.tasks.adapters import WrappedTask
-from ludic.tasks.episodic import EpisodicTask, Played, share
+from ludic.tasks.episodic import EpisodicTask, Played, WrappedTask, share
 from ludic.tasks.rewards import NoRewards
 from ludic.training.credit_assignment import CombineMode
 from ludic.training.reward_scorer import SCORE_INFO, TASK_REWARD_INFO, RewardModelReward, RewardModelScorer

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, check_value, shorten_names
-from ludic.list_fields import stored
 from ludic.models.heads import captured_head, find_padding, select_scores
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import first_position, get_attention, make_packed_keywords
@@ -26,7 +25,7 @@ from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import sum_mismatch, sum_reference
 from ludic.training.loss.token_scores import TOKEN_SCORES, LogitScores, TokenScores
 from ludic.training.types import BatchCredit, CreditAssigner, SAWBatch, SAWItem, is_float_array
-from ludic.types import group_of, is_list_of
+from ludic.types import group_of, is_list_of, stored
 
 __all__ = [
     "Batch",

@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ludic.errors import DataError, check_value
-from ludic.list_fields import stored
 from ludic.training.types import CreditAssigner, RolloutStepKey
-from ludic.types import Rollout, Step, group_of
+from ludic.types import Rollout, Step, group_of, stored
 
 Weights = dict[RolloutStepKey, float]
 """(rollout id, step index) -> weight."""

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from ludic.errors import DataError
 from ludic.event_loop import await_if_needed
-from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
@@ -42,6 +41,7 @@ from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.context import split_actions
 from ludic.training.reference import computes_trees, exchange_rows
 from ludic.training.types import BatchCredit, CandidateGroups, Candidates, SAWItem, Weighed
+from ludic.types import stored
 
 
 @dataclass(frozen=True)

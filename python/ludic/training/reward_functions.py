@@ -31,8 +31,7 @@ from ludic.envs.ifeval import IFEvalReward
 from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, check_value, error_location
 from ludic.event_loop import describe_error, run_in_daemon_thread
-from ludic.list_fields import read_list
-from ludic.types import Message, Rollout, answers_of, group_of
+from ludic.types import Message, Rollout, answers_of, group_of, read_list
 from ludic.user_objects import GivenNames
 
 logger = logging.getLogger(__name__)

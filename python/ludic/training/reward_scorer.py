@@ -14,10 +14,9 @@ from ludic.errors import ConfigError, DataError, GradingError, check_value
 from ludic.event_loop import await_if_needed
 from ludic.inference.prompts.template import ChatTemplate, read_template_kwargs
 from ludic.inference.reward_types import ScoringInput
-from ludic.list_fields import read_list
 from ludic.training.credit_assignment import CombineMode, read_score, score_coefficients
 from ludic.training.types import RolloutScorer
-from ludic.types import Message, Rollout
+from ludic.types import Message, Rollout, read_list
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,7 @@ from ludic.training.backend.torch import build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
-from ludic.training.batching.preference import (
-    PreferencePair,
-    group_preference_pairs,
-    split_preference_pairs_by_token_budget,
-)
+from ludic.training.batching.preference import PreferencePair, group_preference_pairs, split_preference_pairs_by_token_budget
 from ludic.training.batching.source import as_batch_source
 from ludic.training.batching.tree_batches import PairTreeMiniBatch, SampleTreeMiniBatch
 from ludic.training.classification_metrics import PreferenceMetrics

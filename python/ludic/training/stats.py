@@ -24,7 +24,6 @@ from torch import Tensor
 from ludic import _core
 from ludic.columns import mean_or_zero
 from ludic.errors import ConfigError, DataError, check_value
-from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.loggers.base import Percent
 from ludic.training.loss.statistics import (
@@ -36,6 +35,7 @@ from ludic.training.loss.statistics import (
     is_reference_sum,
 )
 from ludic.training.types import SAWBatch, SAWItem
+from ludic.types import stored
 
 logger = logging.getLogger(__name__)
 

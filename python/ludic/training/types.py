@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from ludic.errors import DataError, DataTypeError
 from ludic.inference.request import InferenceSpec
-from ludic.list_fields import lists_when_read, stored
-from ludic.types import Rollout, Step, is_list_of
+from ludic.types import Rollout, Step, is_list_of, lists_when_read, stored
 
 if TYPE_CHECKING:
     from torch import Tensor

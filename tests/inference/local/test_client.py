@@ -16,8 +16,7 @@ from playing import play, tiny_model, tokenizer
 from ludic.columns import Column
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams
-from ludic.list_fields import stored
-from ludic.types import TRACE_KEYS, TokenTrace
+from ludic.types import TRACE_KEYS, TokenTrace, stored
 
 
 def request(text="abc", seed=0, returned=None, **sampling):

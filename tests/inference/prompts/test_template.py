@@ -8,8 +8,7 @@ from tool_playing import TEMPLATE, call
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
 from ludic.inference.local.decode import Completion
-from ludic.inference.prompts.template import ChatTemplate, select_tools
-from ludic.inference.prompts.tokens import Dialogue, PromptEncoder, PromptTokens
+from ludic.inference.prompts.template import ChatTemplate, Dialogue, PromptEncoder, PromptTokens, select_tools
 from ludic.models.byte_tokenizer import EOS_ID, make_byte_tokenizer
 from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.tasks.digits import Addition

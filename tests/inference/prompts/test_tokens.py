@@ -3,8 +3,8 @@
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.inference.prompts import tokens as tokens_module
-from ludic.inference.prompts.tokens import Dialogue, DialogueCache, PromptEncoder, PromptTokens
+from ludic.inference.prompts import template as template_module
+from ludic.inference.prompts.template import Dialogue, DialogueCache, PromptEncoder, PromptTokens
 
 USER = {"role": "user", "content": "2+2="}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -48,7 +48,7 @@ def test_returned_ids_are_a_copy():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_cache_evicts_its_oldest_dialogue(monkeypatch, size):
-    monkeypatch.setattr(tokens_module, "CACHE_SIZE", size)
+    monkeypatch.setattr(template_module, "CACHE_SIZE", size)
     cache = DialogueCache()
     dialogues = [Dialogue([{"role": "user", "content": str(i)}]) for i in range(3)]
     for i, dialogue in enumerate(dialogues):

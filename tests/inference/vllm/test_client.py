@@ -23,8 +23,7 @@ from ludic.inference import (
     VLLMExtensions,
 )
 from ludic.inference.extensions import BackendExtensions
-from ludic.list_fields import stored
-from ludic.types import TRACE_KEYS
+from ludic.types import TRACE_KEYS, stored
 
 MESSAGES = [{"role": "user", "content": "2+2="}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

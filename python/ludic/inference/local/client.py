@@ -18,8 +18,7 @@ from ludic.event_loop import run_in_thread
 from ludic.inference.client import Episode, WeightSource, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
-from ludic.inference.prompts.template import find_turn_end, select_tools
-from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
+from ludic.inference.prompts.template import Dialogue, PromptEncoder, find_turn_end, select_tools
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_sampling, refuse_extensions
 from ludic.models.packed_attention import pin_rope

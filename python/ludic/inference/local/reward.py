@@ -18,8 +18,7 @@ from ludic import _core
 from ludic.errors import ConfigError, DataError, InferenceError, check_value
 from ludic.event_loop import run_in_thread
 from ludic.inference.local.decode import Bounds
-from ludic.inference.prompts.template import encode_text
-from ludic.inference.prompts.tokens import reads_same_ids
+from ludic.inference.prompts.template import encode_text, reads_same_ids
 from ludic.inference.reward_types import (
     PoolingType,
     RewardModelTrainingMode,

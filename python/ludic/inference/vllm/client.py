@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import Publisher, PushTarget, Weights
-from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.prompts.template import PromptTokens
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_penalties, check_sampling
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import RetryPolicy

@@ -9,8 +9,7 @@ from typing import Any
 
 from ludic.errors import InferenceError, ServerError
 from ludic.inference.extensions import VLLMExtensions
-from ludic.inference.prompts.template import select_tools
-from ludic.inference.prompts.tokens import Dialogue, PromptTokens
+from ludic.inference.prompts.template import Dialogue, PromptTokens, select_tools
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest, check_penalties, check_sampling, request_body
 from ludic.inference.servers.answers import version_number

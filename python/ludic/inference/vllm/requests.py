@@ -14,8 +14,7 @@ from typing import Any, Literal
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, check_value, did_you_mean
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, chat_fields
-from ludic.list_fields import stored
-from ludic.types import ChatResponse
+from ludic.types import ChatResponse, stored
 
 SAMPLING_FIELDS = frozenset(
     ["temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids", "bad_words"]

@@ -23,8 +23,7 @@ from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError, check_value, shorten_names
 from ludic.inference.client import Publisher, Weights
-from ludic.inference.prompts.template import encode_text
-from ludic.inference.prompts.tokens import reads_same_ids
+from ludic.inference.prompts.template import encode_text, reads_same_ids
 from ludic.inference.reward_types import (
     PoolingType,
     RewardModelTrainingMode,

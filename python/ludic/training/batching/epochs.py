@@ -11,10 +11,10 @@ import numpy as np
 from ludic.columns import mean_or_zero
 from ludic.data.passes import Passes
 from ludic.errors import ConfigError
-from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.types import SAWBatch, SAWItem
+from ludic.types import stored
 
 
 class ItemBatchSource(BatchSourceBase):

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError
-from ludic.list_fields import stored
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.config import Packing as PackingName, TrainerConfig, check_budget
 from ludic.training.loss.context import SharedContext, collate_actions
 from ludic.training.loss.logprobs import weigh_values
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
+from ludic.types import stored
 
 Rows = NDArray[np.int64]
 """Indices of samples."""

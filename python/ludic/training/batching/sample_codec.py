@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.columns import Column, float_column
 from ludic.errors import DataError
-from ludic.list_fields import stored
 from ludic.training.batching.packing import read_fractions
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
+from ludic.types import stored
 
 VERSION = 4
 """Of the form of a batch."""

@@ -19,7 +19,6 @@ from torch import nn
 from ludic.columns import Column
 from ludic.errors import ConfigError, DataError, EmptyBatchError, StopRequested
 from ludic.event_loop import await_if_needed
-from ludic.list_fields import read_list, stored
 from ludic.models.wrappers import count_vocabulary
 from ludic.training import ranks, watchdog
 from ludic.training.batching.mini_batches import MacroBatch
@@ -32,6 +31,7 @@ from ludic.training.loop.step_record import PhaseTimer
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.stats import distinct_rollouts
 from ludic.training.types import SAWBatch, SAWItem
+from ludic.types import read_list, stored
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from torch.profiler import record_function
 
 from ludic.columns import mean_or_zero
 from ludic.files.jsonl import append_jsonl, measure_log, truncate_log
-from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.backend.protocol import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
@@ -41,6 +40,7 @@ from ludic.training.stats import (
     reducer_stats,
 )
 from ludic.training.types import SAWBatch
+from ludic.types import stored
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.files.json_values import to_builtin
-from ludic.list_fields import stored
 from ludic.training.batching.packing import read_fractions
 from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
@@ -48,7 +47,7 @@ from ludic.training.rollouts.episodes import (
 )
 from ludic.training.rollouts.to_samples import require_trace
 from ludic.training.types import SAWItem
-from ludic.types import Rollout, Step, TokenTrace, group_of
+from ludic.types import Rollout, Step, TokenTrace, group_of, stored
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ Redis 6.2 or newer, `maxmemory-policy noeviction`, and should have `appendonly y
 lost in spite of it, or deleted, cost the groups that were played and not trained: the trainer
 claims the log again and offers missing groups again.
 
-Calls have deadlines and are repeated after lost connections. URLs are shown without their
-passwords.
+Calls have deadlines and are repeated after lost connections. URLs are shown without passwords.
 """
 
 from __future__ import annotations

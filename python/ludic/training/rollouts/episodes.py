@@ -15,9 +15,8 @@ import numpy as np
 from ludic.columns import LARGEST, find_token_fault
 from ludic.errors import DataError, LudicError, RolloutError
 from ludic.event_loop import describe_error
-from ludic.list_fields import stored
 from ludic.training.types import RolloutRequest
-from ludic.types import Rollout, Step, TokenTrace
+from ludic.types import Rollout, Step, TokenTrace, stored
 
 logger = logging.getLogger(__name__)
 

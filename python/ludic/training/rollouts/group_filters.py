@@ -17,8 +17,7 @@ from enum import Enum
 from typing import Any
 
 from ludic.errors import ConfigError, DataError
-from ludic.list_fields import read_list
-from ludic.types import Rollout
+from ludic.types import Rollout, read_list
 
 GroupFilter = Callable[[Sequence[Any]], bool]
 """The members of one group -> whether they are trained. A member is a `rollouts.training.Sample`,

@@ -11,17 +11,9 @@ import numpy as np
 
 from ludic.columns import Column, int_column, mask_column, mean_or_zero
 from ludic.errors import DataError
-from ludic.list_fields import stored
 from ludic.training.rollouts.episodes import PlayedRollouts, is_reward, trace_columns
-from ludic.training.types import (
-    ActorTokenLogps,
-    CreditAssigner,
-    SampleAttachments,
-    SampleFilter,
-    SAWBatch,
-    SAWItem,
-)
-from ludic.types import TRACE_KEYS, Rollout, Step, TokenTrace, group_of
+from ludic.training.types import ActorTokenLogps, CreditAssigner, SampleAttachments, SampleFilter, SAWBatch, SAWItem
+from ludic.types import TRACE_KEYS, Rollout, Step, TokenTrace, group_of, stored
 
 
 def batch_from_rollouts(
