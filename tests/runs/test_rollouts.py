@@ -12,7 +12,7 @@ from ludic.tasks import DigitSort
 from ludic.training import EpisodicReturn
 from ludic.training.rollouts.log import read_rollouts
 
-SECTION = RolloutSection(prompts=2, group_size=2, concurrency=4, log_every=2)
+SECTION = RolloutSection(prompts=2, group_size=2, temperature=1.0, top_p=1.0, max_new_tokens=None, concurrency=4, log_every=2)
 
 
 class Failing(ScriptedClient):

@@ -21,7 +21,7 @@ from ludic.types import ChatResponse, Message, TokenTrace, stored
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings in OpenAI's terms."""
+    """Sampling settings in OpenAI's terms. Raises ConfigError for a value outside its range."""
 
     temperature: float = 0.7
     """0 takes the most likely token."""
@@ -32,7 +32,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     stop: str | list[str] | None = None
-    """Text that ends the completion; several texts in a list. None may be empty."""
+    """Text that ends the completion; several texts in a list. An empty text or list ends none."""
     top_k: int = 0
     """Sample from this number of the most likely tokens; 0 keeps all."""
     min_p: float = 0.0
@@ -40,6 +40,19 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Positive logits of tokens of the prompt and the answer are divided by it, negative ones
     multiplied (Keskar et al. 2019)."""
+
+    def __post_init__(self) -> None:
+        check_value("temperature", self.temperature, "0 takes the most likely token", least=0, below=math.inf)
+        check_value("top_p", self.top_p, "1 keeps all tokens", above=0, most=1)
+        check_value("max_tokens", self.max_tokens, least=1)
+        check_value("top_k", self.top_k, "0 keeps all tokens", least=0)
+        check_value("min_p", self.min_p, "0 keeps all tokens", least=0, most=1)
+        check_value("repetition_penalty", self.repetition_penalty, "1 changes nothing", above=0, below=math.inf)
+        for name in ("frequency_penalty", "presence_penalty"):
+            check_value(name, getattr(self, name), "0 changes nothing", least=-2, most=2)
+        texts = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ConfigError(f"stop ({self.stop!r}) must be a text, or a list of texts, none empty, or null for the end token")
 
     @property
     def is_cut(self) -> bool:
@@ -72,24 +85,6 @@ def make_sampling(section: object, **changes: Any) -> SamplingParams:
     """The sampling of a section of settings, whose fields have the same names, with `changes`."""
     given = {item.name: getattr(section, item.name) for item in fields(SamplingParams) if hasattr(section, item.name)}
     return SamplingParams(**{**given, **changes})
-
-
-def check_sampling(params: SamplingParams) -> None:
-    """Raise ConfigError for a value that is outside its range."""
-    check_value("temperature", params.temperature, "0 takes the most likely token", least=0, below=math.inf)
-    check_value("top_p", params.top_p, "1 keeps all tokens", above=0, most=1)
-    check_value("max_tokens", params.max_tokens, least=1)
-    check_value("top_k", params.top_k, "0 keeps all tokens", least=0)
-    check_value("min_p", params.min_p, "0 keeps all tokens", least=0, most=1)
-    check_value("repetition_penalty", params.repetition_penalty, "1 changes nothing", above=0, below=math.inf)
-    if not all(isinstance(text, str) and text for text in ([params.stop] if isinstance(params.stop, str) else params.stop or [])):
-        raise ConfigError(f"stop ({params.stop!r}) must be a text, or a list of texts, none empty, or null for the end token")
-
-
-def check_penalties(params: SamplingParams) -> None:
-    """Raise ConfigError for a penalty outside the range that servers accept."""
-    for name in ("frequency_penalty", "presence_penalty"):
-        check_value(name, getattr(params, name), "0 changes nothing", least=-2, most=2)
 
 
 GAMMA = 0x9E3779B97F4A7C15

@@ -19,7 +19,7 @@ from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec
-from ludic.inference.request import check_sampling, make_sampling
+from ludic.inference.request import make_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.actors import build_group_filter, choose_lag
 from ludic.recipes.schema import Recipe, RolloutSection
@@ -89,7 +89,7 @@ def make_protocol(task: EpisodicTask, client: ChatClient, model_name: str, syste
 def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
     """Raise `ConfigError` for settings that the sampler or the algorithm would reject only after
     the warm-up."""
-    check_sampling(make_training_inference(recipe.rollout, task).sampling)
+    make_training_inference(recipe.rollout, task)
     group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
     if group_size != recipe.rollout.group_size:
         raise ConfigError(f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size})")

@@ -50,7 +50,8 @@ Denominator = Literal["samples", "rollouts"]
 
 @dataclass(frozen=True)
 class Reducer:
-    """Reduces the metadata of all samples to one number.
+    """Reduces the metadata of all samples to one number. Raises ConfigError for an unknown kind or
+    denominator.
 
     >>> Reducer("count_true", "result", transform=lambda v: v == "win", normalize_by="rollouts")
     """
@@ -69,6 +70,10 @@ class Reducer:
     true step once, so the result is a rate for episodes of any length."""
     as_percent: bool = False
     """Return a `Percent`: a fraction that terminals display as 25.0%."""
+
+    def __post_init__(self) -> None:
+        check_value("kind of a reducer", self.kind, choices=KINDS)
+        check_value("normalize_by", self.normalize_by, optional=True, choices=("samples", "rollouts"))
 
 
 def default_reducers() -> dict[str, Reducer]:
@@ -104,17 +109,11 @@ OWN_PREFIXES = ("perf/", "ranks/", "queue/", "actors/", "groups/", "reference/",
 
 
 def check_reducers(reducers: Mapping[str, Reducer]) -> None:
-    """Raise ConfigError for a reducer with an invalid setting or with a reserved name."""
-    for name, reducer in reducers.items():
-        _check_reducer(name, reducer)
+    """Raise ConfigError for a reducer with a reserved name."""
+    for name in reducers:
         key = _add_prefix(name)
         if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(OWN_PREFIXES):
             raise ConfigError(f"a reducer cannot be named {name!r}: the trainer itself logs {key}; choose another name")
-
-
-def _check_reducer(name: str, reducer: Reducer) -> None:
-    check_value(f"reducer {name}: kind", reducer.kind, choices=KINDS)
-    check_value(f"reducer {name}: normalize_by", reducer.normalize_by, optional=True, choices=("samples", "rollouts"))
 
 
 def apply_reducers_to_records(
@@ -139,8 +138,6 @@ def _reduce(
 ) -> dict[str, float]:
     """Reduce all plain paths in one pass of the core; for a function, compute its values first and
     reduce that column. `counts`: the number of samples and the number of rollouts."""
-    for name, reducer in reducers.items():
-        _check_reducer(name, reducer)
     plain = {name: each for name, each in reducers.items() if isinstance(each.source, str) and each.transform is None}
     paths = [(reducer.kind, str(reducer.source), reducer.normalize_by) for reducer in plain.values()]
     reduced = dict(zip(plain, _core.reduce_records(records, paths, *counts), strict=True)) if plain else {}

@@ -20,7 +20,7 @@ from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, deco
 from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.prompts.template import Dialogue, PromptEncoder, find_turn_end, select_tools
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
-from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_sampling, refuse_extensions
+from ludic.inference.request import ChatCompletionRequest, SamplingParams, refuse_extensions
 from ludic.models.packed_attention import pin_rope
 from ludic.models.published import copy_for_sampling, copy_streamed_weights, copy_weights
 from ludic.models.sharding import is_sharded
@@ -199,7 +199,6 @@ class LocalChatClient:
 
     async def _enqueue(self, prompt: Dialogue | list[int], sampling: SamplingParams, seed: int | None) -> _Result:
         """Add a job to this event loop's queue and wait for its result."""
-        check_sampling(sampling)
         loop = asyncio.get_running_loop()
         if loop not in self._queues:
             for closed in [other for other in self._queues if other.is_closed()]:

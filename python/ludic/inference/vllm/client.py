@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import Publisher, PushTarget, Weights
 from ludic.inference.prompts.template import PromptTokens
-from ludic.inference.request import ChatCompletionRequest, SamplingParams, check_penalties, check_sampling
+from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import RetryPolicy
 from ludic.inference.servers.openai_client import open_client
@@ -153,8 +153,6 @@ class VLLMChatClient(PushTarget):
         """Continue token ids without changing them. `model` defaults to the first model of the
         server."""
         sampling = sampling or SamplingParams()
-        check_sampling(sampling)
-        check_penalties(sampling)
         model = model or next(iter(self._servers.context_lengths), "")
         sampled, _ = await self._token_completions.sample(TokenRequest(model, prompt_token_ids, sampling, seed))
         return TokenTrace.from_arrays(prompt_token_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason)

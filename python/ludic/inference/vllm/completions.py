@@ -11,7 +11,7 @@ from ludic.errors import InferenceError, ServerError
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.template import Dialogue, PromptTokens, select_tools
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
-from ludic.inference.request import ChatCompletionRequest, check_penalties, check_sampling, request_body
+from ludic.inference.request import ChatCompletionRequest, request_body
 from ludic.inference.servers.answers import version_number
 from ludic.inference.servers.errors import is_missing_endpoint
 from ludic.inference.servers.http import HttpResponse
@@ -55,8 +55,6 @@ class ChatCompletions:
 
     async def complete(self, request: ChatCompletionRequest) -> Completion:
         """One completion. Raises ConfigError before anything is sent, InferenceError after."""
-        check_sampling(request.sampling)
-        check_penalties(request.sampling)
         settings, tag = self._settings, self._settings.reader.tag
         if not settings.allow_unknown_fields:
             check_fields(extension_fields(request.extensions), CHAT_FIELDS)
@@ -143,8 +141,6 @@ class RenderedCompletions:
 
     async def complete(self, request: ChatCompletionRequest) -> Completion:
         """One completion. Raises ConfigError before anything is sent, InferenceError after."""
-        check_sampling(request.sampling)
-        check_penalties(request.sampling)
         tokens, clipper = self._tokens, self._settings.clipper
         messages = request.messages if clipper is None else clipper(request.messages)
         tools = select_tools(request.tools)
