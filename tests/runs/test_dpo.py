@@ -236,7 +236,7 @@ def test_rows_that_make_no_pair_are_counted_and_none_left_is_an_error(tiny: list
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["loss.beta=0"], "beta (0.0) must be a finite number"),
+        (["loss.beta=0"], "beta (0.0) must be above 0 and finite"),
         (["loss.loss_type=dpo"], "sigmoid, ipo, robust"),
         (["loss.label_smoothing=0.5"], "label_smoothing (0.5)"),
         (["warmup.answers=best"], "must be one of chosen, both"),

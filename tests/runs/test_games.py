@@ -162,7 +162,7 @@ def test_a_single_turn_task_is_adapted_to_an_episodic_task(task: Any, rates: dic
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: TicTacToe(format="haiku"), r"format \(haiku\) .*moves, chat"),
+        (lambda: TicTacToe(format="haiku"), r"format \('haiku'\) .*moves, chat"),
         (lambda: TicTacToe(opponent_perfect=1.5), r"perfect \(1.5\)"),
         (lambda: TicTacToe(teacher_perfect=0.99), r"teacher_perfect \+ teacher_illegal"),
         (lambda: TicTacToe(as_o=-1), "as_o"),

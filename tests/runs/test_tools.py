@@ -195,7 +195,7 @@ def test_a_dotted_name_is_answered_with_the_name_to_write() -> None:
         ([len], "has positional-only parameters"),
         ([lambda item: item], "has no docstring"),
         ([3], "cannot be a tool"),
-        ([stock, stock], "share a name"),
+        ([stock, stock], "two tools have the name"),
     ],
 )
 def test_what_a_model_cannot_be_told_of_is_refused(tools, said, model: Path) -> None:

@@ -272,7 +272,7 @@ def test_incompatible_settings_are_refused_when_the_task_is_built(tmp_path):
         DataTask(source, "gsm8k")
     with pytest.raises(ConfigError, match=r"task\.args\.num_held: .*did you mean num_heldout\?"):
         build_task(TaskSection(kind="data", args={"num_held": 3}), data=source, reward=ONE)
-    with pytest.raises(ConfigError, match=r"data and reward .*task\.kind is sort"):
+    with pytest.raises(ConfigError, match=r"data, reward .*task\.kind \(sort\)"):
         build_task(TaskSection(kind="sort"), data=source)
 
 

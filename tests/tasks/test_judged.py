@@ -163,7 +163,7 @@ def test_an_evaluation_of_a_server_refuses_to_score_with_a_reward_model(folder: 
         (["data=prompts.jsonl"], "reward"),
         (["sort", "+reward_model_args.mode=add"], "reward_model_args ({'mode': 'add'}) needs reward_model"),
         (["sort", "reward_model=FOLDER", "+reward_model_args.mod=add"], "did you mean mode"),
-        (["sort", "reward_model=FOLDER", "+reward_model_args.mode=mean"], "unknown mode"),
+        (["sort", "reward_model=FOLDER", "+reward_model_args.mode=mean"], "mode ('mean') must be one of replace"),
         (["sort", "reward_model=./nothing-here"], "give a folder with config.json"),
     ],
 )

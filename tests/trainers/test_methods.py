@@ -353,7 +353,7 @@ def test_tracebacks_of_wrong_input_end_at_the_users_line(model: Path) -> None:
         GRPO(model, digits, ROWS, tempo=3)
     frames = [entry.path.name for entry in caught.traceback]
     assert (frames, caught.value.__cause__, caught.value.__suppress_context__) == (["test_methods.py", "base.py"], None, True)
-    with pytest.raises(ConfigError, match=r"num_heldout \(0\) .*between 1 and 19") as caught:
+    with pytest.raises(ConfigError, match=r"num_heldout \(0\) .*at least 1 and at most 19") as caught:
         GRPO(model, digits, ROWS, **{**SMALL, "task.args.num_heldout": 0}).train()
     assert [entry.path.name for entry in caught.traceback] == ["test_methods.py", "base.py"]
 

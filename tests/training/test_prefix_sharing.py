@@ -395,7 +395,7 @@ def test_a_loss_reads_the_hidden_states_of_its_samples(chunked):
 
 
 def test_an_unknown_way_to_share_is_refused():
-    with pytest.raises(ConfigError, match=r"prefix_sharing \(trie\) .*auto, off, tree"):
+    with pytest.raises(ConfigError, match=r"prefix_sharing \('trie'\) .*auto, off, tree"):
         cpu_config(prefix_sharing="trie")
 
 

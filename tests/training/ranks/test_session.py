@@ -157,7 +157,7 @@ def test_a_process_group_of_the_user_has_one_meeting_at_its_store_as_long_as_it_
 
 
 AFTER_THE_GROUP = """
-import gc, sys
+import gc, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from ludic.training import ranks
@@ -166,6 +166,9 @@ def gloo_threads():
     return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+deadline = time.monotonic() + 60
+while not gloo_threads() and time.monotonic() < deadline:  # a thread names itself once it runs
+    time.sleep(0.01)
 during = gloo_threads()
 import torch.distributed._shard.sharded_tensor  # what `save_pretrained` imports
 dist.destroy_process_group()
