@@ -58,6 +58,7 @@ def test_a_message_lists_the_first_names_and_counts_the_rest():
         (1, {"least": 0, "below": 1}, "must be at least 0 and below 1"),
         (float("inf"), {"above": 0, "below": float("inf")}, "must be above 0 and finite"),
         (float("nan"), {"least": 0}, "must be at least 0"),
+        (float("-inf"), {"below": float("inf")}, "must be finite"),
         (True, {"whole": True, "least": 0}, "must be a whole number, at least 0"),
         (2.0, {"whole": True}, "must be a whole number"),
         (None, {"least": 0}, "must be at least 0"),

@@ -236,7 +236,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "least": ("at least", operator.ge),
     "above": ("above", operator.gt),
     "most": ("at most", operator.le),
-    "below": ("below", operator.lt),
+    "below": ("below", lambda value, bound: -math.inf < value < bound),
 }
 
 
