@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ludic.errors import ConfigError, DataError, RowError
+from ludic.errors import ConfigError, DataError, RowError, check_value
 from ludic.inference.prompts.template import ChatTemplate, begin_text, find_turn_end, normalize_message, read_template
 from ludic.types import Message
 
@@ -58,8 +58,7 @@ class ChatTokenizer:
     """Passed to the template, for example `enable_thinking`."""
 
     def __post_init__(self) -> None:
-        if self.turns not in ASSISTANT_TURNS:
-            raise ConfigError(f"assistant_turns ({self.turns}) must be one of {', '.join(ASSISTANT_TURNS)}")
+        check_value("assistant_turns", self.turns, choices=ASSISTANT_TURNS)
 
     def tokenize(
         self, messages: Sequence[Message], *, tools: Any = None, first: int = 0, where: str = "the conversation"

@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +36,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ludic.data import DataSet, load_data
-from ludic.errors import ConfigError, DataError, DataKeyError, RowError
+from ludic.errors import DataError, DataKeyError, RowError, check_value
 from ludic.inference.prompts.template import encode_text, read_template_kwargs
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens, append_eos, tokenize_prompt_completion
 from ludic.training.types import SAWItem
@@ -70,8 +69,7 @@ class PreferenceItems:
     memory."""
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(f"max_length ({self.max_length}) must be >= 1")
+        check_value("max_length", self.max_length, least=1, optional=True)
 
     def of_row(self, row: Row, where: str, *, pair_id: str | int, label: float = 1.0) -> tuple[SAWItem, SAWItem]:
         """Return the (chosen, rejected) samples of a row, with `pair_id`, `role` and `label` in
@@ -400,9 +398,8 @@ PREFERENCE_KEYS = ("pair_id", "role", "label")
 def check_label(label: Any, where: str) -> float:
     """Return the label as a float. Raises DataError, naming `where`, unless it is a number in
     [0, 1]."""
-    is_number = isinstance(label, int | float | np.integer | np.floating)
-    if not is_number or not math.isfinite(label) or not 0 <= label <= 1:
-        raise DataError(f"the label of {where} ({label!r}) must be in [0, 1]: the probability that the chosen response is better")
+    hint = "it is the probability that the chosen response is better"
+    check_value(f"the label of {where}", label, hint, error=DataError, least=0, most=1)
     return float(label)
 
 
