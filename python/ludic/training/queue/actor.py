@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludic.errors import ConfigError, DataError, RolloutError
+from ludic.errors import DataError, RolloutError, check_value
 from ludic.event_loop import is_being_cancelled
 from ludic.training.queue.arrivals import Order, failed_group
 from ludic.training.queue.base import DEFAULT_LEASE_S, GroupLog, Lease, Work
@@ -65,8 +65,7 @@ async def run_actor(
     failed, with its error, and so is one whose actors died `max_attempts` times: the trainer goes
     on without it. QueueError after `patience_s` seconds without the log.
     """
-    if not lease_s > 0:
-        raise ConfigError(f"lease_s ({lease_s}) must be > 0")
+    check_value("lease_s", lease_s, above=0)
     loop = _Actor(log, play, weights, actor, order, lease_s, max_attempts, limits, patience or QueueRetryPolicy(patience_s))
     delivered, idle_since = 0, loop.patience.clock()
     while stop is None or not stop.is_set():

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from ludic.errors import CheckpointError, ConfigError, DataError
+from ludic.errors import CheckpointError, DataError, check_value
 from ludic.training.queue.base import Entry
 from ludic.training.queue.entries import Group
 from ludic.training.rollouts.episodes import EpisodeFailure, PlayedRollouts, RolloutCounts
@@ -34,14 +34,10 @@ class Arrivals:
     """The groups that have come and are not trained."""
 
     def __init__(self, *, groups_per_batch: int, order: Order = "exact", slack: int = 2, max_attempts: int = 3) -> None:
-        if groups_per_batch < 1:
-            raise ConfigError(f"groups_per_batch ({groups_per_batch}) must be >= 1")
-        if order not in ("exact", "arrival"):
-            raise ConfigError(f"order ({order!r}) must be 'exact' or 'arrival'")
-        if slack < 1:
-            raise ConfigError(f"slack ({slack}) must be >= 1: batch k cannot need groups that are begun for batch k + 1")
-        if max_attempts < 1:
-            raise ConfigError(f"max_attempts ({max_attempts}) must be >= 1")
+        check_value("groups_per_batch", groups_per_batch, least=1)
+        check_value("order", order, choices=("exact", "arrival"))
+        check_value("slack", slack, "batch k cannot need groups that are begun for batch k + 1", least=1)
+        check_value("max_attempts", max_attempts, least=1)
         self.groups_per_batch, self.order, self.slack, self.max_attempts = groups_per_batch, order, slack, max_attempts
         self.ledger = Ledger()
         self.position: str | None = None

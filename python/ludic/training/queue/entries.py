@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ludic.errors import ConfigError, DataError, DataTypeError
+from ludic.errors import DataError, DataTypeError, check_value
 from ludic.files.json_values import to_builtin
 from ludic.training.batching.packing import read_fractions
 from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
@@ -66,9 +66,7 @@ class EntryLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_rollouts", "max_steps", "max_groups"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} ({value}) must be > 0")
+            check_value(name, getattr(self, name), above=0, optional=True)
 
 
 DEFAULT_LIMITS = EntryLimits()
@@ -413,8 +411,7 @@ def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: 
     """The group of an entry. Raises EntryError, which says what is wrong, for anything that is not
     a group that can be trained on by whom `check` is."""
     content = unseal(payload, SAMPLES, _SAMPLES_DECODER.decode, limits)
-    if content.sequence < 0:
-        raise EntryError(f"sequence ({content.sequence}) must be >= 0")
+    check_value("sequence", content.sequence, error=EntryError, least=0)
     if not 0 < len(content.samples.meta) <= limits.max_rollouts:
         raise EntryError(f"the entry has {len(content.samples.meta)} samples; it must have 1 to {limits.max_rollouts}")
     try:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ludic.errors import ConfigError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
+from ludic.errors import ConfigError, OwnershipLost, QueueDataLost, QueueError, QueueRefused, check_value
 from ludic.training.queue.base import GroupLog
 from ludic.training.queue.sqlite import SQLiteLog
 
@@ -116,8 +116,7 @@ class QueueRetryPolicy:
         clock: Callable[[], float] = time.monotonic,
         run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
     ) -> None:
-        if not patience_s > 0:
-            raise ConfigError(f"patience_s ({patience_s}) must be > 0: it is how long a queue may be unreachable")
+        check_value("patience_s", patience_s, "it is how long a queue may be unreachable", above=0)
         self.patience_s, self.sleep, self.clock, self.run = patience_s, sleep, clock, run
         self.interruptions = 0
         """Calls that succeeded only after the log had been unreachable."""

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ludic.errors import ConfigError, MissingExtraError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
+from ludic.errors import ConfigError, MissingExtraError, OwnershipLost, QueueDataLost, QueueError, QueueRefused, check_value
 from ludic.training.queue import redis_scripts as scripts
 from ludic.training.queue.base import (
     DEFAULT_CLAIM_S,
@@ -252,8 +252,7 @@ class RedisConnection:
     """
 
     def __init__(self, url: str, *, deadline_s: float) -> None:
-        if not deadline_s > 0:
-            raise ConfigError(f"deadline_s ({deadline_s}) must be > 0")
+        check_value("deadline_s", deadline_s, above=0)
         self.shown_url = hide_password(url)
         self._deadline_s = deadline_s
         self._secrets = _secrets_of(url)

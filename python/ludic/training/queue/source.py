@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ludic.errors import ConfigError, LudicError, QueueDataLost, QueueError, RolloutError, shorten_names
+from ludic.errors import ConfigError, LudicError, QueueDataLost, QueueError, RolloutError, check_value, shorten_names
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.arrivals import Arrivals, Order
@@ -83,12 +83,10 @@ class QueueBatchSource(BatchSourceBase):
         limits: EntryLimits = DEFAULT_LIMITS,
         patience: QueueRetryPolicy | None = None,
     ) -> None:
-        if ahead < 0:
-            raise ConfigError(f"ahead ({ahead}) must be >= 0; 0 offers each batch on request")
+        check_value("ahead", ahead, "0 offers each batch on request", least=0)
         if max_lag is not None and max_lag <= ahead:
             raise ConfigError(f"max_lag ({max_lag}) must be > ahead ({ahead}): groups are begun {ahead} versions early")
-        if publish_every < 1:
-            raise ConfigError(f"publish_every ({publish_every}) must be >= 1")
+        check_value("publish_every", publish_every, least=1)
         self._log, self._run, self._to_batch = log, run, to_batch
         slack = 2 if max_lag is None else max_lag - ahead
         self._arrivals = Arrivals(groups_per_batch=groups_per_batch, order=order, slack=slack, max_attempts=max_attempts)

@@ -20,7 +20,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import ConfigError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
+from ludic.errors import OwnershipLost, QueueDataLost, QueueError, QueueRefused, check_value
 from ludic.training.queue.base import (
     DEFAULT_CLAIM_S,
     DEFAULT_LEASE_S,
@@ -57,8 +57,7 @@ class SQLiteLog:
     which is never set. When it begins anew, leases and claims of before have ended."""
 
     def __init__(self, path: str | Path, *, timeout_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s ({timeout_s}) must be > 0: it is how long a call waits for other processes")
+        check_value("timeout_s", timeout_s, "it is how long a call waits for other processes", above=0)
         self.path = Path(path)
         self._timeout_s, self._clock = timeout_s, clock
         self._turn = threading.Lock()
