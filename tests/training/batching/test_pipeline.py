@@ -492,7 +492,7 @@ async def test_an_empty_url_is_read_from_the_environment(monkeypatch):
 
 @pytest.mark.parametrize("setting", ["batch_size", "poll_timeout", "keep", "wait_s"])
 def test_settings_must_be_positive(setting):
-    with pytest.raises(ConfigError, match=rf"{setting} \(0\) must be > 0"):
+    with pytest.raises(ConfigError, match=rf"{setting} \(0\) must be above 0"):
         PipelineBatchSource("", log=memory_log(), **{setting: 0})
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ludic.columns import mean_or_zero
 from ludic.data.passes import Passes
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.training import ranks
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.types import SAWBatch, SAWItem
@@ -52,8 +52,7 @@ class ItemBatchSource(BatchSourceBase):
         sizes = [unit] * -(-len(items) // unit) if isinstance(unit, int) else unit
         if sum(sizes) != len(items) or min(sizes) < 1:
             raise ConfigError(f"{len(items)} items cannot be divided into whole samples of {unit} items each")
-        if batch_size <= 0:
-            raise ConfigError(f"batch_size ({batch_size}) must be positive")
+        check_value("batch_size", batch_size, above=0)
         self.items, self.batch_size, self.shuffle, self.seed, self.drop_last = items, batch_size, shuffle, seed, drop_last
         self._name, self._bounds = name, np.concatenate([[0], np.cumsum(sizes)])
         self._digest: str | None = None

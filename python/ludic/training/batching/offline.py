@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError, check_value
 from ludic.inference.prompts.template import find_turn_end, read_template_kwargs
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.rollouts.log import read_rollouts
@@ -56,8 +56,7 @@ class OfflineBatchSource(ItemBatchSource):
     def __post_init__(self) -> None:
         if isinstance(self.jsonl_paths, str | Path):
             self.jsonl_paths = [self.jsonl_paths]
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers ({self.num_workers}) must be >= 0")
+        check_value("num_workers", self.num_workers, least=0)
         rollouts = make_ids_unique([rollout for path in self.jsonl_paths for rollout in read_rollouts(path)])
         if not rollouts:
             raise DataError(f"there are no rollouts in {', '.join(map(str, self.jsonl_paths)) or 'jsonl_paths, which is empty'}")

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.errors import CheckpointError, ConfigError, DataError, DataTypeError
+from ludic.errors import CheckpointError, ConfigError, DataError, DataTypeError, check_value
 from ludic.training.batching.sample_codec import VERSION, decode_batch, encode_batch
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.rollouts.episodes import SampleCheck
@@ -86,8 +86,7 @@ class OverlappedSource(BatchSourceBase):
     """
 
     def __init__(self, inner: BatchSource, *, max_lag: int = 1, num_batches: int | None = None) -> None:
-        if max_lag < 0:
-            raise ConfigError(f"max_lag ({max_lag}) must be >= 0; 0 generates each batch on request")
+        check_value("max_lag", max_lag, "0 generates each batch on request", least=0)
         self._inner = as_batch_source(inner)
         self.max_lag = max_lag
         self.overlaps = max_lag > 0

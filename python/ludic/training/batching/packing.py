@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic import _core
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError, check_value
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.config import Packing as PackingName, TrainerConfig, check_budget
 from ludic.training.loss.context import SharedContext, collate_actions
@@ -250,8 +250,7 @@ def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
     """Raise ConfigError unless both are positive, and BudgetError unless a sample of `max_seq_len`
     tokens fits into the budget."""
     for name, value in (("micro_token_budget", micro_token_budget), ("max_seq_len", max_seq_len)):
-        if value <= 0:
-            raise ConfigError(f"{name} ({value}) must be > 0")
+        check_value(name, value, above=0)
     check_budget(micro_token_budget, max_seq_len)
 
 

@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import Any
 
 from ludic.columns import mean_or_zero
-from ludic.errors import ConfigError, QueueDataLost, QueueError, QueueRefused, RequestsExhausted
+from ludic.errors import QueueDataLost, QueueError, QueueRefused, RequestsExhausted, check_value
 from ludic.event_loop import await_if_needed
 from ludic.inference.client import VersionedClient
 from ludic.training.batching.source import BatchSourceBase
@@ -102,8 +102,7 @@ class PipelineBatchSource(BatchSourceBase):
         log: GroupLog | None = None,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("poll_timeout", poll_timeout), ("keep", keep), ("wait_s", wait_s)):
-            if not value > 0:
-                raise ConfigError(f"{name} ({value}) must be > 0")
+            check_value(name, value, above=0)
         self._log = open_server_queue(redis_url, queue_key) if log is None else log
         self._queue_key, self._batch_size, self._poll_timeout, self._keep = queue_key, batch_size, poll_timeout, keep
         self._patience, self._wait_s = QueueRetryPolicy(patience_s), wait_s
@@ -328,8 +327,7 @@ async def run_pipeline_actor(
     older than the weights; `TrainerConfig.max_lag` drops the ones that are too old. `redis_url` and
     `log` are as for `PipelineBatchSource`.
     """
-    if max_entries < 1:
-        raise ConfigError(f"max_entries ({max_entries}) must be >= 1")
+    check_value("max_entries", max_entries, least=1)
     sender = _Sender(open_server_queue(redis_url, queue_key) if log is None else log, max_entries)
     while True:
         try:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ludic.errors import ConfigError, DataError, StopRequested
+from ludic.errors import ConfigError, DataError, StopRequested, check_value
 from ludic.training import ranks
 from ludic.training.batching.mini_batches import unit_key
 from ludic.training.batching.sample_codec import decode_batch, encode_batch
@@ -82,8 +82,7 @@ class SharedBatches(BatchSourceBase):
         patience_s: float = BATCH_PATIENCE_S,
         stop_patience_s: float | None = None,
     ) -> None:
-        if not patience_s > 0:
-            raise ConfigError(f"patience_s ({patience_s}) must be > 0 seconds")
+        check_value("patience_s", patience_s, above=0)
         self._source = None if inner is None else as_batch_source(inner)
         self._stop, self._patience_s, self._stop_patience_s = stop, patience_s, stop_patience_s
         facts = ranks.ask_rank_0("preparing the batch source of all ranks", self._prepare)

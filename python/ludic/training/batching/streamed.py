@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.data.formats import Row
 from ludic.data.row_stream import RowStream
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.training import ranks
 from ludic.training.batching.epochs import batch_meta
 from ludic.training.batching.source import BatchSourceBase
@@ -42,8 +42,7 @@ class StreamedBatchSource(BatchSourceBase):
     ) -> None:
         """`make`: the samples of a row, with its place; none: the row is left out. `count`: what to
         add to `counts` for a sample that is returned."""
-        if batch_size <= 0:
-            raise ConfigError(f"batch_size ({batch_size}) must be positive")
+        check_value("batch_size", batch_size, above=0)
         self.rows, self.batch_size = rows, batch_size
         self.counts: Counter[str] = Counter()
         """Sums over all samples that were returned."""
