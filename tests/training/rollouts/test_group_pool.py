@@ -438,18 +438,18 @@ def test_a_group_admitted_between_batches_has_the_weights_of_the_batch_before():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"groups_per_batch": 0}, r"groups_per_batch \(0\) must be >= 1"),
-        ({"max_concurrency": 0}, r"max_concurrency \(0\) must be >= 1"),
-        ({"max_retries": -1}, r"max_retries \(-1\) must be >= 0"),
-        ({"over_sampling_factor": 0.5}, r"over_sampling_factor \(0.5\) must be >= 1"),
-        ({"over_sampling_factor": float("nan")}, "must be >= 1"),
+        ({"groups_per_batch": 0}, r"groups_per_batch \(0\) must be at least 1"),
+        ({"max_concurrency": 0}, r"max_concurrency \(0\) must be at least 1"),
+        ({"max_retries": -1}, r"max_retries \(-1\) must be at least 0"),
+        ({"over_sampling_factor": 0.5}, r"over_sampling_factor \(0.5\) must be at least 1"),
+        ({"over_sampling_factor": float("nan")}, r"over_sampling_factor \(nan\) must be at least 1"),
         ({"over_sampling_factor": 2.5, "max_lag": 1}, "set max_lag=2"),
         ({"max_lag": -1}, "max_lag"),
-        ({"order": "random"}, "must be 'arrival' or 'submission'"),
-        ({"on_exhausted": "stop"}, "must be 'error' or 'short'"),
-        ({"close_timeout_s": 0}, "must be > 0 seconds"),
-        ({"outage_patience_s": -1}, r"outage_patience_s \(-1\) must be >= 0 seconds"),
-        ({"outage_patience_s": float("inf")}, "and finite"),
+        ({"order": "random"}, r"order \(.random.\) must be one of"),
+        ({"on_exhausted": "stop"}, r"on_exhausted \(.stop.\) must be one of"),
+        ({"close_timeout_s": 0}, r"close_timeout_s \(0\) must be above 0"),
+        ({"outage_patience_s": -1}, r"outage_patience_s \(-1\) must be at least 0"),
+        ({"outage_patience_s": float("inf")}, r"outage_patience_s \(inf\) must be .* finite"),
     ],
 )
 def test_wrong_settings_are_errors(changes, message):

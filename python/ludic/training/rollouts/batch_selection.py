@@ -21,7 +21,7 @@ import math
 from collections import deque
 from itertools import count
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.training.rollouts.group_ledger import Group, GroupState
 
 
@@ -31,8 +31,7 @@ def choose_max_lag(over_sampling_factor: float, max_lag: int | None) -> int:
     Raises ConfigError for a factor that K does not allow: N * factor groups must leave within
     K + 1 batches of N.
     """
-    if not 1 <= over_sampling_factor < math.inf:
-        raise ConfigError(f"over_sampling_factor ({over_sampling_factor}) must be >= 1; 1 samples no more than a batch needs")
+    check_value("over_sampling_factor", over_sampling_factor, "1 samples no more than a batch needs", least=1, below=math.inf)
     least = math.ceil(over_sampling_factor - 1 - 1e-9)
     if max_lag is not None and max_lag < least:
         raise ConfigError(f"over_sampling_factor ({over_sampling_factor}) is above 1 + max_lag ({max_lag}); set max_lag={least}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError, DataError, RolloutError
+from ludic.errors import ConfigError, DataError, RolloutError, check_value
 from ludic.event_loop import await_if_needed, describe_error, is_being_cancelled, run_contained, run_to_completion
 from ludic.inference.client import new_episode
 from ludic.inference.request import ReturnSpec
@@ -81,10 +81,8 @@ class RolloutEngine:
         on_episode: Callable[[], object] | None = None,
         scorer: RolloutScorer | None = None,
     ) -> None:
-        if max_retries < 0:
-            raise ConfigError(f"max_retries ({max_retries}) must be >= 0")
-        if episode_timeout_s is not None and not episode_timeout_s > 0:
-            raise ConfigError(f"episode_timeout_s ({episode_timeout_s}) must be > 0, or None for episodes without a limit")
+        check_value("max_retries", max_retries, least=0)
+        check_value("episode_timeout_s", episode_timeout_s, "None sets no limit", above=0, optional=True)
         self._envs = dict(env_registry)
         self._protocols = dict(protocol_registry)
         self._jsonl_path, self._failures_path = (None if path is None else Path(path) for path in (jsonl_path, failures_path))

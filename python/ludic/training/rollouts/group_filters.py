@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.types import Rollout, read_list
 
 GroupFilter = Callable[[Sequence[Any]], bool]
@@ -39,8 +39,7 @@ def check_min_reward(samples: Sequence[Any], threshold: float = 0.5) -> bool:
 def check_response_diversity(samples: Sequence[Any], min_unique_ratio: float = 0.5) -> bool:
     """Whether at least `min_unique_ratio` of the responses are different as text. Example: 2
     different ones of 4 are 0.5."""
-    if not 0 <= min_unique_ratio <= 1:
-        raise ConfigError(f"min_unique_ratio ({min_unique_ratio}) must be between 0 and 1: it is a part of the responses")
+    check_value("min_unique_ratio", min_unique_ratio, "it is a part of the responses", least=0, most=1)
     _require_members(samples)
     return len({sample.response for sample in samples}) >= min_unique_ratio * len(samples)
 

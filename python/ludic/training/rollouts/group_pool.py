@@ -21,7 +21,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted, RolloutError
+from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted, RolloutError, check_value
 from ludic.event_loop import describe_error
 from ludic.training.rollouts.batch_selection import ArrivalOrder, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.group_ledger import (
@@ -110,15 +110,11 @@ class GroupPool:
             ("max_concurrency", max_concurrency, 1),
             ("max_retries", max_retries, 0),
         ):
-            if value is not None and value < least:
-                raise ConfigError(f"{name} ({value}) must be >= {least}")
-        if not close_timeout_s > 0:
-            raise ConfigError(f"close_timeout_s ({close_timeout_s}) must be > 0 seconds")
-        if not 0 <= outage_patience_s < math.inf:
-            raise ConfigError(f"outage_patience_s ({outage_patience_s}) must be >= 0 seconds, and finite")
-        for name, choice, choices in (("order", order, ORDERS), ("on_exhausted", on_exhausted, ON_EXHAUSTED)):
-            if choice not in choices:
-                raise ConfigError(f"{name} ({choice!r}) must be {' or '.join(map(repr, choices))}")
+            check_value(name, value, least=least, optional=True)
+        check_value("close_timeout_s", close_timeout_s, above=0)
+        check_value("outage_patience_s", outage_patience_s, least=0, below=math.inf)
+        check_value("order", order, choices=ORDERS)
+        check_value("on_exhausted", on_exhausted, choices=ON_EXHAUSTED)
         self._lag = choose_max_lag(over_sampling_factor, max_lag)
         self._max_kept = math.ceil(groups_per_batch * over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
         self._groups_per_batch, self._members_per_group, self._order = groups_per_batch, members_per_group, order

@@ -15,7 +15,7 @@ from inspect import iscoroutine
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.data.passes import Passes, shuffle_range
-from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted
+from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted, check_value
 from ludic.inference.request import InferenceSpec
 from ludic.training.rollouts.group_ledger import check_number, damaged
 from ludic.training.types import EnvSpec, ProtocolSpec, RequestsFn, RolloutRequest
@@ -57,8 +57,7 @@ class GRPORequestStrategy:
     group_size: int
 
     def __post_init__(self) -> None:
-        if self.group_size <= 0:
-            raise ConfigError(f"group_size must be positive, got {self.group_size}")
+        check_value("group_size", self.group_size, above=0)
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """Return the members of each request's group, group after group."""
@@ -96,9 +95,8 @@ def make_requests_fn_from_queue(
     If the queue is empty, the function raises RequestsExhausted, or with `on_empty="return_empty"`
     returns [].
     """
-    _check_batch_size(batch_size)
-    if on_empty not in ("raise", "return_empty"):
-        raise ConfigError(f"on_empty ({on_empty!r}) must be 'raise' or 'return_empty'")
+    check_value("batch_size", batch_size, above=0)
+    check_value("on_empty", on_empty, choices=("raise", "return_empty"))
     expand = (strategy or IdentityStrategy()).expand
 
     def requests() -> list[RolloutRequest]:
@@ -189,7 +187,7 @@ class SequenceRequests:
     ) -> None:
         if len(samples) == 0:
             raise ConfigError("samples is empty; at least one sample is needed to make requests")
-        _check_batch_size(batch_size)
+        check_value("batch_size", batch_size, above=0)
         self._samples, self._batch_size, self._build = samples, batch_size, build
         self._strategy, self._rng_seed = strategy, rng_seed
         order = (lambda number: shuffle_range(len(samples), f"{rng_seed}/{number}")) if shuffle else None
@@ -250,11 +248,6 @@ def _strategy_for(group_size: int, inference: InferenceSpec | None) -> RequestSt
     if group_size > 1 and inference is not None and inference.sampling.temperature == 0:
         raise ConfigError(f"group_size ({group_size}) at temperature 0 gives equal answers; raise inference.sampling.temperature")
     return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size <= 0:
-        raise ConfigError(f"batch_size must be positive, got {batch_size}")
 
 
 @runtime_checkable

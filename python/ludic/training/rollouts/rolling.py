@@ -17,7 +17,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from ludic.errors import ConfigError, LudicError, RolloutError
+from ludic.errors import ConfigError, LudicError, RolloutError, check_value
 from ludic.event_loop import describe_error
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
@@ -100,8 +100,7 @@ class RollingBatchSource(BatchSourceBase):
         on_rollouts: Callable[[int, list[Rollout]], object] | None = None,
     ) -> None:
         for name, value in (("group_size", group_size), ("concurrency", concurrency)):
-            if value < 1:
-                raise ConfigError(f"{name} ({value}) must be >= 1")
+            check_value(name, value, least=1)
         self.engine = engine
         self.credit_assigner = select_credit_assigner(algorithm, credit_assigner)
         self._prompts = (
