@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.training.loss.base import Loss, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
@@ -124,8 +124,7 @@ class PPOLoss(Loss):
     scales_itself = True  # whether terms are means over tokens or rows depends on the batch
 
     def __post_init__(self) -> None:
-        if self.aggregation not in get_args(Aggregation):
-            raise ConfigError(f"aggregation ({self.aggregation!r}) must be one of {', '.join(get_args(Aggregation))}")
+        check_value("aggregation", self.aggregation, choices=get_args(Aggregation))
         low = self.clip_range if self.clip_low is None else self.clip_low
         high = self.clip_range if self.clip_high is None else self.clip_high
         if self.dual_clip is not None and self.dual_clip < 1 + high:

@@ -104,7 +104,7 @@ def test_the_error_says_which_of_seed_number_and_content_differs():
         DataBuffer(list("abc")).load_state({"sample_offset": 0})
     with pytest.raises(ConfigError, match=r"sample_offset \(.*\) from 0 to"):
         DataBuffer(list("abc")).load_state({"epoch_id": 0, "sample_offset": 3})
-    with pytest.raises(ConfigError, match="'error' or 'grow'"):
+    with pytest.raises(ConfigError, match=r"changed \('yes'\) must be one of error, grow"):
         DataBuffer(list("abc")).load_state(state, changed="yes")
 
 

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Literal
 
 from ludic.data.passes import Passes
-from ludic.errors import ConfigError, ConfigTypeError, DataError, RequestsExhausted
+from ludic.errors import ConfigError, ConfigTypeError, DataError, RequestsExhausted, check_value
 from ludic.files.jsonl import read_jsonl
 
 Changed = Literal["error", "grow"]
@@ -39,8 +39,7 @@ class DataBuffer:
             raise ConfigTypeError(f"prompts must be a list of prompts, not a {type(prompts).__name__}; one prompt is [prompt]")
         if not prompts:
             raise ConfigError("prompts is empty; a buffer needs at least one prompt")
-        if epochs is not None and epochs < 1:
-            raise ConfigError(f"epochs ({epochs}) must be at least 1; None passes over the prompts without end")
+        check_value("epochs", epochs, "None passes over the prompts without end", least=1, optional=True)
         self.prompts, self.seed, self.epochs = list(prompts), seed, epochs
         self._digests, self._incomparable = _digest_prefixes(self.prompts)
         self._passes = Passes(len(self.prompts), self._order)
@@ -64,8 +63,7 @@ class DataBuffer:
     def get_prompts(self, n: int) -> list[Any]:
         """The next `n` prompts, over any number of passes. At the end of the last of `epochs` they
         are fewer; after it, RequestsExhausted is raised."""
-        if n < 1:
-            raise ConfigError(f"n ({n}) must be at least 1")
+        check_value("n", n, least=1)
         end = self._end()
         n = n if end is None else min(n, end - self.position)
         if n <= 0:
@@ -115,8 +113,7 @@ class DataBuffer:
 
         Keys that `state` lacks are not checked.
         """
-        if changed not in ("error", "grow"):
-            raise ConfigError(f"changed ({changed!r}) must be 'error' or 'grow'")
+        check_value("changed", changed, choices=("error", "grow"))
         missing = [name for name in ("epoch_id", "sample_offset") if name not in state]
         if missing:
             raise ConfigError(f"the state has no {' and no '.join(missing)}; load what save_state returned")
@@ -184,8 +181,7 @@ def _name_or_values(value: Any) -> Any:
 def load_prompts_from_jsonl(path: str | Path, prompt_key: str = "prompt", limit: int | None = None) -> list[Any]:
     """The values of `prompt_key`, one of each line, at most the first `limit`. A line without that
     key gives the whole row; blank lines give nothing."""
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit ({limit}) must be at least 1; None reads every line")
+    check_value("limit", limit, "None reads every line", least=1, optional=True)
     prompts = [row.get(prompt_key, row) for _, row in islice(read_jsonl(path), limit)]
     if not prompts:
         raise DataError(f"{path} has no prompts; every line that is not blank is one")
