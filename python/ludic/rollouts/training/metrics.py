@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Protocol, runtime_checkable
 
-from ludic.errors import ConfigError, ConfigTypeError, DataError
+from ludic.errors import ConfigTypeError, DataError, check_value
 from ludic.files.jsonl import parse_object, truncate_log
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loggers.local import JSONLLogger as JSONLines
@@ -67,8 +67,7 @@ class JSONLLogger:
     """
 
     def __init__(self, log_dir: str | Path, max_lines: int = 1_000_000) -> None:
-        if max_lines < 1:
-            raise ConfigError(f"max_lines ({max_lines}) must be at least 1")
+        check_value("max_lines", max_lines, least=1)
         self.log_dir, self.max_lines = Path(log_dir), max_lines
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.path = self.log_dir / "metrics.jsonl"
@@ -237,8 +236,7 @@ def _to_plain(key: str, value: Any) -> Any:
 
 
 def _check_step(step: Any) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigError(f"step ({step!r}) must be a whole number from 0; the call is log(metrics, step)")
+    check_value("step", step, "the call is log(metrics, step)", whole=True, least=0)
 
 
 def _is_later(line: bytes, step: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, check_value
 from ludic.models.loading import load_model, load_tokenizer
 from ludic.rollouts.training.backends.pytorch import METADATA, PyTorchTrainingBackend
 from ludic.rollouts.training.rl_losses import sft_loss
@@ -72,8 +72,7 @@ def create_backend_with_scheduler(
 ) -> tuple[PyTorchTrainingBackend, LambdaLR]:
     """`create_pytorch_backend`, and its schedule: `create_warmup_cosine_scheduler` over
     `num_training_steps`. The backend steps it."""
-    if not 0 <= warmup_ratio <= 1:
-        raise ConfigError(f"warmup_ratio ({warmup_ratio}) must be in [0, 1]: it is a part of num_training_steps")
+    check_value("warmup_ratio", warmup_ratio, "it is a part of num_training_steps", least=0, most=1)
     backend = create_pytorch_backend(
         model_name, checkpoint_dir, device_type, dtype, gpu_rank, learning_rate, adam_betas, weight_decay, loss_fn, **options
     )
@@ -84,8 +83,7 @@ def create_backend_with_scheduler(
 
 def parse_dtype(dtype_str: str) -> torch.dtype:
     """The dtype of this name: bfloat16, float32 or float16."""
-    if dtype_str not in DTYPES:
-        raise ConfigError(f"dtype ({dtype_str!r}) must be one of {', '.join(DTYPES)}")
+    check_value("dtype", dtype_str, choices=DTYPES)
     return DTYPES[dtype_str]
 
 
@@ -113,8 +111,7 @@ def create_adamw_optimizer(
     weight_decay: float = 0.0,
 ) -> torch.optim.AdamW:
     """AdamW over the parameters that require a gradient."""
-    if not 0 < lr < 1:
-        raise ConfigError(f"lr ({lr}) must be in (0, 1); 1e-5 to 1e-4 is usual")
+    check_value("lr", lr, "1e-5 to 1e-4 is usual", above=0, below=1)
     return torch.optim.AdamW(
         [each for each in model.parameters() if each.requires_grad], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
     )
@@ -135,8 +132,7 @@ def create_warmup_cosine_scheduler(
     """
     if not 0 <= num_warmup_steps <= num_training_steps or num_training_steps < 1:
         raise ConfigError(f"num_warmup_steps ({num_warmup_steps}) must be in [0, num_training_steps ({num_training_steps})]")
-    if not 0 <= min_lr_ratio <= 1:
-        raise ConfigError(f"min_lr_ratio ({min_lr_ratio}) must be in [0, 1]")
+    check_value("min_lr_ratio", min_lr_ratio, least=0, most=1)
 
     def factor(step: int) -> float:
         if step < num_warmup_steps:
@@ -158,5 +154,4 @@ def _choose_device(device_type: str | None, gpu_rank: int) -> torch.device:
 
 
 def _check_device_type(device_type: str) -> None:
-    if device_type not in DEVICE_TYPES:
-        raise ConfigError(f"device_type ({device_type!r}) must be one of {', '.join(DEVICE_TYPES)}")
+    check_value("device_type", device_type, choices=DEVICE_TYPES)
