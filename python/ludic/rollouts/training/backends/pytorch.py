@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.errors import CheckpointError, ConfigError, DataError
+from ludic.errors import CheckpointError, ConfigError, DataError, check_value
 from ludic.event_loop import TrainFuture
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import PICKLED
@@ -192,8 +192,7 @@ class PyTorchTrainingBackend(TorchBackend):
         """Write weights, optimizer, scheduler, tokenizer and `metadata.json` to
         `checkpoint_dir/step_NNNNNN`, replacing an older one of that step. All ranks call it.
         Returns the folder, which vLLM and SGLang can load."""
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigError(f"step ({step!r}) must be a whole number >= 0; the folder is named after it")
+        check_value("step", step, "the folder is named after it", whole=True, least=0)
         for name, value in (metrics or {}).items():
             try:
                 json.dumps(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.rollouts.training.loops.trainer_parts import LoopLog, adapt_backend, build_trainer
 from ludic.rollouts.training.samples import check_sample, item_of_sample
 from ludic.rollouts.training.types import Sample, SFTTrainingConfig
@@ -51,8 +51,8 @@ def collate_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list
     on, over the end as often as needed. Example: step 1 of [a b c] with 4 is [b c a b]."""
     if not samples:
         raise ConfigError("samples is empty; there is nothing to collate")
-    if batch_size < 1 or step < 0:
-        raise ConfigError(f"batch_size ({batch_size}) must be at least 1 and step ({step}) at least 0")
+    check_value("batch_size", batch_size, least=1)
+    check_value("step", step, least=0)
     return [samples[(step * batch_size + offset) % len(samples)] for offset in range(batch_size)]
 
 
