@@ -121,7 +121,10 @@ def test_configurations_read_back_what_they_wrote():
         ),
         (lambda: RolloutConfig(0, generate_fn=generate), "batch_size .0."),
         (lambda: RolloutConfig(1, n_samples_per_prompt=0, generate_fn=generate), "n_samples_per_prompt"),
-        (lambda: RolloutConfig(1, over_sampling_factor=0.5, generate_fn=generate), "must be >= 1"),
+        (
+            lambda: RolloutConfig(1, over_sampling_factor=0.5, generate_fn=generate),
+            r"over_sampling_factor \(0.5\) must be at least 1",
+        ),
         (lambda: RolloutConfig(1, over_sampling_factor=2.5, max_lag=1, generate_fn=generate), "set max_lag=2"),
         (lambda: RolloutConfig(1, max_lag=-1, generate_fn=generate), "max_lag .-1."),
         (lambda: RolloutConfig(1, max_concurrency=0, generate_fn=generate), "max_concurrency .0."),
