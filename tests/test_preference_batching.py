@@ -96,7 +96,7 @@ def test_batches_are_validated_by_keys_labels_and_roles():
         validate_preference_batch(items)
     for wrong in (1.5, float("nan"), "1", None):
         items[3].meta["label"] = wrong
-        with pytest.raises(DataError, match=r"label of sample 3 .*at most 1"):
+        with pytest.raises(DataError, match=r"label of sample 3 .*at least 0 and at most 1"):
             validate_preference_batch(items)
 
 

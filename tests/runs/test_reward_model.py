@@ -319,7 +319,7 @@ def test_a_loaded_model_gets_the_usual_settings_of_reward_models() -> None:
 def test_an_invalid_label_is_an_error_and_not_a_skipped_row(tiny: list[str], tmp_path: Path) -> None:
     content = [{"prompt": "1?", "chosen": "a", "rejected": "b", "sure": sure} for sure in (1, 80)]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "columns.label=sure", "heldout=0"])
-    with pytest.raises(DataError, match=r"line 2 \(80\) .*at most 1"):
+    with pytest.raises(DataError, match=r"line 2 \(80\) .*at least 0 and at most 1"):
         PairData.read(recipe, make_byte_tokenizer(), note=print)
 
 

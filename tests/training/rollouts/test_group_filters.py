@@ -56,7 +56,7 @@ def test_no_filter_judges_an_empty_group(name):
 def test_a_filter_says_what_it_cannot_judge():
     with pytest.raises(DataError, match="sample 1 of the group is nan"):
         filters.check_reward_nonzero_std(group([0, float("nan")]))
-    with pytest.raises(ConfigError, match=r"min_unique_ratio \(.*\) must be at least 0"):
+    with pytest.raises(ConfigError, match=r"min_unique_ratio \(2\) must be at least 0 and at most 1"):
         filters.check_response_diversity(group([0]), min_unique_ratio=2)
     with pytest.raises(ConfigError, match="no group has such a length"):
         filters.make_length_filter(5, 4)

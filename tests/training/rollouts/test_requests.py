@@ -48,7 +48,7 @@ def test_groups_have_unique_ids_and_seeds_that_the_random_state_reproduces():
 
 
 def test_an_empty_group_is_refused():
-    with pytest.raises(ValueError, match=r"group_size \(-?\d+\) must be above 0"):
+    with pytest.raises(ValueError, match=r"group_size \(0\) must be above 0"):
         GRPORequestStrategy(0)
     assert IdentityStrategy().expand([BASE]) == [BASE]
 
@@ -67,7 +67,7 @@ def test_a_queue_returns_its_requests_and_then_raises():
         fn()
     quiet = make_requests_fn_from_queue(queue.Queue(), batch_size=2, build_request=lambda row: BASE, on_empty="return_empty")
     assert quiet() == []
-    with pytest.raises(ConfigError, match=r"batch_size \(-?\d+\) must be above 0"):
+    with pytest.raises(ConfigError, match=r"batch_size \(0\) must be above 0"):
         make_requests_fn_from_queue(queue.Queue(), batch_size=0, build_request=lambda row: BASE)
 
 

@@ -19,7 +19,7 @@ def test_a_label_is_a_number_between_0_and_1(label):
 
 @pytest.mark.parametrize("label", [-0.1, 1.5, float("nan"), "1", None])
 def test_an_invalid_label_is_refused_and_named(label):
-    with pytest.raises(DataError, match=r"label of row 3 .*at most 1"):
+    with pytest.raises(DataError, match=r"label of row 3 .*at least 0 and at most 1"):
         check_label(label, "row 3")
 
 

@@ -216,7 +216,7 @@ def test_rendering_text_needs_an_explicit_prompt():
 
 
 def test_invalid_labels_and_lengths_are_refused():
-    with pytest.raises(DataError, match=r"label of pair sum \(2\) .*at most 1"):
+    with pytest.raises(DataError, match=r"label of pair sum \(2\) .*least 0 and at most 1"):
         create_preference_saw_items("2+2=", "4", "5", BYTES, label=2, pair_id="sum")
     with pytest.raises(ConfigError, match="max_length"):
         create_preference_saw_items("2+2=", "4", "5", BYTES, max_length=0)
