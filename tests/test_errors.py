@@ -2,10 +2,12 @@
 
 import inspect
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 import ludic.errors
 from ludic.errors import ConfigError, DataError, LudicError, MissingExtraError, check_value, on_error, shorten_names
@@ -63,6 +65,8 @@ def test_a_message_lists_the_first_names_and_counts_the_rest():
         (2.0, {"whole": True}, "must be a whole number"),
         (None, {"least": 0}, "must be at least 0"),
         ("1", {"least": 0}, "must be at least 0"),
+        (np.array([1, 2]), {"least": 0}, "must be at least 0"),
+        (torch.tensor([1, 2]), {"least": 0}, "must be at least 0"),
         ("fulll", {"choices": ("auto", "full")}, "must be one of auto, full; did you mean full?"),
         (None, {"choices": ("auto",)}, "must be one of auto"),
     ],
@@ -81,6 +85,8 @@ def test_a_value_that_breaks_a_rule_is_named_with_the_rule_and_the_hint(value, r
         (1, {"whole": True, "least": 1}),
         (np.float32(0.5), {"above": 0, "below": 1}),
         (Fraction(1, 2), {"most": 1}),
+        (Decimal("0.5"), {"above": 0, "below": float("inf")}),
+        (torch.tensor(0.5), {"least": 0, "most": 1}),
         ("auto", {"choices": ("auto",)}),
         (None, {"optional": True, "whole": True, "least": 1}),
         (None, {"optional": True, "choices": ("auto",)}),

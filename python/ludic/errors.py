@@ -8,9 +8,8 @@ import operator
 import traceback
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from numbers import Real
 from typing import Any, Literal, TypedDict, Unpack
 
 from ludic.distribution import install_command
@@ -264,9 +263,9 @@ def find_broken_rule(value: Any, **rules: Unpack[Rules]) -> str | None:
         return None if value in rules["choices"] else f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}"
     bounds = {name: bound for name, bound in rules.items() if name in _BOUNDS}
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    is_right_type = is_whole if rules.get("whole") else isinstance(value, Real) or not bounds
-    if is_right_type and all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
-        return None
+    with suppress(TypeError, ValueError, ArithmeticError, RuntimeError):  # such as of text, or of several numbers
+        if (is_whole or not rules.get("whole")) and all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
+            return None
     limits = " and ".join("finite" if bound == math.inf else f"{_BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
     return "must be " + ", ".join((["a whole number"] if rules.get("whole") else []) + ([limits] if limits else []))
 

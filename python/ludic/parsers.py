@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ludic.errors import ConfigError, check_value
+from ludic.errors import ConfigError
 
 Kind = Literal["inner", "remainder_after_prefix"]
 
@@ -52,7 +52,8 @@ def xml_parser(
     space may surround the pair. With `remainder_after_prefix` the text must start with the pair,
     and the action is the text after it.
     """
-    check_value("kind", kind, choices=get_args(Kind))
+    if kind not in get_args(Kind):
+        raise ConfigError(f"Unknown kind {kind!r}; it must be one of {', '.join(get_args(Kind))}")
     if kind == "remainder_after_prefix" and exact:
         raise ConfigError("exact=True is not supported with kind='remainder_after_prefix', which must match at the start anyway")
     # A single pattern for the pair would take quadratic time on text that repeats the opening tag.

@@ -152,6 +152,7 @@ def test_settings_are_read_as_they_were_written(tmp_path):
         ({"master_port": 29525}, r"master_port \(29525\) .*port of the servers"),
         ({"server_port": 80}, r"server_port \(80\) .*at least 1024 and at most 65535"),
         ({"health_timeout_s": 0}, "health_timeout_s"),
+        ({"python": ""}, r"python \(''\) must be the path"),
     ],
 )
 def test_settings_that_no_job_can_have_are_refused(changes, message):

@@ -116,8 +116,10 @@ async def sync_weights_to_engines(
 
     A cancellation is obeyed after the sync, within the timeouts of the engines.
     """
-    if not engines or not str(checkpoint_path):
-        raise ConfigError(f"there is no engine ({len(engines)} given) or no checkpoint_path ({str(checkpoint_path)!r})")
+    if not engines:
+        raise ConfigError("there is no engine to sync weights to")
+    if not str(checkpoint_path):
+        raise ConfigError("checkpoint_path is empty; give the folder of the checkpoint")
     for engine in engines:
         if not hasattr(engine, "update_weights_from_checkpoint"):
             raise ConfigTypeError(f"{engine!r} needs `async def update_weights_from_checkpoint(self, path) -> dict`")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -51,7 +51,7 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             check_value(name, getattr(self, name), "0 changes nothing", least=-2, most=2)
         texts = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
-        if not all(isinstance(text, str) and text for text in texts):
+        if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
             raise ConfigError(f"stop ({self.stop!r}) must be a text, or a list of texts, none empty, or null for the end token")
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError, DataError, DataTypeError, check_value, shorten_names
+from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.heads import captured_head, find_padding, select_scores
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import first_position, get_attention, make_packed_keywords
@@ -283,7 +283,7 @@ def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBa
     A loss that is a mean over samples then weights the remaining samples more. The trainer's
     `skip_zero_weight` saves the same work without changing the gradient.
     """
-    check_value("eps", eps, least=0)
+    _check_eps(eps)
     saw_batch.items = [item for item in saw_batch.items if abs(item.weight) > eps]
     return saw_batch
 
@@ -297,7 +297,7 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
     `saw_batch.meta["zvp_filter_frac"]` is set to the fraction of groups that were dropped. Changes
     `saw_batch.items`.
     """
-    check_value("eps", eps, least=0)
+    _check_eps(eps)
     weights: dict[Any, list[float]] = {}
     for item in saw_batch.items:
         group = group_of(item.meta)
@@ -309,6 +309,11 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
     saw_batch.items = [item for item in saw_batch.items if group_of(item.meta) not in dropped]
     saw_batch.meta["zvp_filter_frac"] = len(dropped) / len(weights)
     return saw_batch
+
+
+def _check_eps(eps: float) -> None:
+    if not eps >= 0:
+        raise ConfigError(f"eps must be >= 0, got {eps}")
 
 
 def __getattr__(name: str) -> Any:

@@ -256,7 +256,8 @@ class TrainerConfig:
         for name in ("lr", "weight_decay"):
             self._check(name, least=0, below=math.inf)
         self._check("eps", above=0, below=math.inf)
-        check_value("betas", len(self.betas), "give two numbers", least=2, most=2)
+        if len(self.betas) != 2:
+            raise ConfigError(f"betas ({self.betas}) must be two numbers")
         for beta in self.betas:
             check_value("betas", beta, least=0, below=1)
         self._check("max_grad_norm", "None turns clipping off", optional=True, above=0)
@@ -272,7 +273,10 @@ class TrainerConfig:
 
     def _check(self, name: str, hint: str = "", **rules: Unpack[Rules]) -> None:
         rules.setdefault("optional", getattr(TrainerConfig, name) is None)
-        check_value(name, getattr(self, name), hint, **rules)
+        value = getattr(self, name)
+        if "choices" not in rules and not isinstance(value, int | float | None):  # what the settings in a checkpoint can be
+            raise ConfigError(f"{name} ({value!r}) must be a number, not a {type(value).__name__}")
+        check_value(name, value, hint, **rules)
 
 
 def check_budget(micro_token_budget: int, max_seq_len: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ludic.errors import DataError, check_value
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.training.types import CreditAssigner, RolloutStepKey
 from ludic.types import Rollout, Step, group_of, stored
 
@@ -58,7 +58,8 @@ class EpisodicReturn:
     allow_partial: bool = False
 
     def __post_init__(self) -> None:
-        check_value("group_size", self.group_size, optional=True, least=1)
+        if self.group_size is not None:
+            check_group_size(self.group_size)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         if self.group_size is not None:
@@ -102,7 +103,7 @@ class GroupNormalizedReturn:
     leave_one_out: bool = False
 
     def __post_init__(self) -> None:
-        check_value("group_size", self.group_size, least=1)
+        check_group_size(self.group_size)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
@@ -133,7 +134,7 @@ class HybridNormalizedReturn:
     allow_partial: bool = False
 
     def __post_init__(self) -> None:
-        check_value("group_size", self.group_size, least=1)
+        check_group_size(self.group_size)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
@@ -248,6 +249,12 @@ def _weights_by_step(rollouts: Sequence[Rollout], values: Sequence[float]) -> We
     return {
         (rollout.id, step.index): float(value) for rollout, value in zip(rollouts, values, strict=True) for step in rollout.steps
     }
+
+
+def check_group_size(group_size: int) -> None:
+    """Raise ConfigError unless a group can have this number of members."""
+    if not group_size > 0:
+        raise ConfigError(f"group_size must be positive, got {group_size}")
 
 
 CombineMode = Literal["replace", "add", "multiply", "weighted", "bonus"]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.columns import mean_or_zero
-from ludic.errors import ConfigError, DataError, check_value
+from ludic.errors import ConfigError, DataError
 from ludic.training import ranks
 from ludic.training.loggers.base import Percent
 from ludic.training.loss.statistics import (
@@ -50,8 +50,7 @@ Denominator = Literal["samples", "rollouts"]
 
 @dataclass(frozen=True)
 class Reducer:
-    """Reduces the metadata of all samples to one number. Raises ConfigError for an unknown kind or
-    denominator.
+    """Reduces the metadata of all samples to one number.
 
     >>> Reducer("count_true", "result", transform=lambda v: v == "win", normalize_by="rollouts")
     """
@@ -70,10 +69,6 @@ class Reducer:
     true step once, so the result is a rate for episodes of any length."""
     as_percent: bool = False
     """Return a `Percent`: a fraction that terminals display as 25.0%."""
-
-    def __post_init__(self) -> None:
-        check_value("kind of a reducer", self.kind, choices=KINDS)
-        check_value("normalize_by", self.normalize_by, optional=True, choices=("samples", "rollouts"))
 
 
 def default_reducers() -> dict[str, Reducer]:
@@ -109,11 +104,19 @@ OWN_PREFIXES = ("perf/", "ranks/", "queue/", "actors/", "groups/", "reference/",
 
 
 def check_reducers(reducers: Mapping[str, Reducer]) -> None:
-    """Raise ConfigError for a reducer with a reserved name."""
-    for name in reducers:
+    """Raise ConfigError for a reducer with an invalid setting or with a reserved name."""
+    for name, reducer in reducers.items():
+        _check_reducer(name, reducer)
         key = _add_prefix(name)
         if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(OWN_PREFIXES):
             raise ConfigError(f"a reducer cannot be named {name!r}: the trainer itself logs {key}; choose another name")
+
+
+def _check_reducer(name: str, reducer: Reducer) -> None:
+    if reducer.kind not in KINDS:
+        raise ConfigError(f"reducer {name}: kind ({reducer.kind}) must be one of {', '.join(KINDS)}")
+    if reducer.normalize_by not in (None, "samples", "rollouts"):
+        raise ConfigError(f"reducer {name}: normalize_by ({reducer.normalize_by}) must be samples, rollouts or None")
 
 
 def apply_reducers_to_records(
@@ -138,6 +141,8 @@ def _reduce(
 ) -> dict[str, float]:
     """Reduce all plain paths in one pass of the core; for a function, compute its values first and
     reduce that column. `counts`: the number of samples and the number of rollouts."""
+    for name, reducer in reducers.items():
+        _check_reducer(name, reducer)
     plain = {name: each for name, each in reducers.items() if isinstance(each.source, str) and each.transform is None}
     paths = [(reducer.kind, str(reducer.source), reducer.normalize_by) for reducer in plain.values()]
     reduced = dict(zip(plain, _core.reduce_records(records, paths, *counts), strict=True)) if plain else {}

@@ -31,7 +31,7 @@ from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox, first_process
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess
-from ludic.errors import LudicError, check_value
+from ludic.errors import ConfigError, LudicError, check_value
 
 
 class UnsupportedBackendError(NoSandboxError, NotImplementedError):
@@ -97,7 +97,8 @@ def detect_available_backend() -> SandboxBackend:
 
 def parse_backend(name: str) -> SandboxBackend:
     """ConfigError for an unknown name, UnsupportedBackendError for one that cannot be chosen."""
-    check_value("backend", name, choices=list(SandboxBackend))
+    if name not in list(SandboxBackend):
+        raise ConfigError(f"Unknown backend {name!r}; it must be one of {', '.join(SandboxBackend)}")
     backend = SandboxBackend(name)
     if backend in _UNSUPPORTED:
         raise UnsupportedBackendError(f"{backend.capitalize()} backend is {_UNSUPPORTED[backend]}; use bubblewrap")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, check_value, did_you_mean
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, chat_fields
+from ludic.inference.vllm.in_server.think_limits import parse_max_think
 from ludic.types import ChatResponse, stored
 
 SAMPLING_FIELDS = frozenset(
@@ -107,9 +108,12 @@ def extension_fields(extensions: object) -> dict[str, Any]:
     if not isinstance(extensions, VLLMExtensions):
         raise ConfigTypeError(f"unsupported request.extensions: {type(extensions).__name__}; a vLLM server takes VLLMExtensions")
     penalty = extensions.repetition_penalty
-    think = extensions.max_think
-    check_value("max_think", think, "None sets no limit", whole=True, least=1, optional=True)
-    check_value("repetition_penalty", penalty, "1 changes nothing", above=0)
+    try:
+        think = parse_max_think(extensions.max_think)
+    except ValueError as error:
+        raise ConfigError(f"{error}; None sets no limit") from None
+    if not penalty > 0:
+        raise ConfigError(f"repetition_penalty must be > 0, got {penalty}; 1 changes nothing")
     fields: dict[str, Any] = {"repetition_penalty": float(penalty)} if penalty != 1 else {}
     if think is not None:
         fields["vllm_xargs"] = {"max_think": think}

@@ -111,6 +111,8 @@ class SlurmSettings:
         for name, lines in (("setup", self.setup), ("python", [self.python])):
             if any("\n" in line for line in lines):
                 raise ConfigError(f"{name} ({list(lines)}) must have one line of the script in each text")
+        if not self.python:
+            raise ConfigError(f"python ({self.python!r}) must be the path of an interpreter")
         self._check_secrets()
 
     @property

@@ -102,10 +102,11 @@ class EntropyController:
         """`most` None or 0: no upper bound. Raises ConfigError for invalid values."""
         self.tau, self.lr = tau, lr
         self.entropy_target = as_schedule(target)
-        self.least, self.most = least, most or math.inf
+        self.least, self.most = least, most or sys.float_info.max
         self.warmup_steps, self.ema_decay = warmup_steps, ema_decay
         check_value("lr", lr, "leave the entropy controller out to keep tau fixed", above=0, below=math.inf)
-        check_value("least", least, "log tau changes, not tau", above=0)
+        check_value("most", self.most, "0 or None sets no bound", below=math.inf)
+        check_value("least", least, "log tau changes, not tau, up to most", above=0, most=self.most)
         check_value("tau", float(tau), "it begins within the controller's bounds", least=least, most=self.most)
         check_value("warmup_steps", warmup_steps, "-1 is the warm-up of the learning rate", least=-1)
         check_value("ema_decay", ema_decay, least=0, below=1)

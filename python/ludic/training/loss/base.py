@@ -215,4 +215,5 @@ def check_token_normalizer(normalizer: Normalizer, length_normalize: bool) -> No
 def check_clip(low: float | None, high: float) -> None:
     """Raise ConfigError for a negative bound of a clip range; both bounds are distances from 1."""
     for name, value in (("clip_eps_low", low), ("clip_eps_high", high)):
-        check_value(name, value, optional=True, least=0)
+        if value is not None and not value >= 0:
+            raise ConfigError(f"{name} must be non-negative, got {value}")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ludic.errors import check_value
+from ludic.errors import ConfigError, check_value
 from ludic.training.algorithm import (
     PreprocessFn,
     RLAlgorithm,
@@ -53,9 +53,10 @@ def group_return(group_size: int, normalize_adv: bool, positive_only: bool = Fal
 
 
 def check_group_size(group_size: int) -> int:
-    """Return `group_size`. Raises ConfigError below 2: an answer that is compared only with itself
+    """Return `group_size`. Raises ConfigError for 1: an answer that is compared only with itself
     always has advantage 0."""
-    check_value("group_size", group_size, "raise it to compare answers, or use make_reinforce_baseline", least=2)
+    if group_size == 1:
+        raise ConfigError("group_size (1) must be at least 2 to compare answers; raise it, or use make_reinforce_baseline")
     return group_size
 
 

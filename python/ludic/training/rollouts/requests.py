@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from ludic.data.passes import Passes, shuffle_range
 from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted, check_value
 from ludic.inference.request import InferenceSpec
+from ludic.training.credit_assignment import check_group_size
 from ludic.training.rollouts.group_ledger import check_number, damaged
 from ludic.training.types import EnvSpec, ProtocolSpec, RequestsFn, RolloutRequest
 
@@ -57,7 +58,7 @@ class GRPORequestStrategy:
     group_size: int
 
     def __post_init__(self) -> None:
-        check_value("group_size", self.group_size, above=0)
+        check_group_size(self.group_size)
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """Return the members of each request's group, group after group."""
