@@ -64,7 +64,7 @@ def test_float_arrays_are_accepted_as_log_probabilities():
 def test_weights_within_eps_of_zero_are_dropped():
     batch = SAWBatch([item(0.0), item(1e-4), item(-1e-4), item(1.1e-4), item(-2.0)])
     assert [kept.weight for kept in drop_zero_weight_samples(batch).items] == [1.1e-4, -2.0]
-    with pytest.raises(ConfigError, match=r"eps \(-1.0\) must be at least 0"):
+    with pytest.raises(ConfigError, match=r"eps must be >= 0, got -1\.0"):
         drop_zero_weight_samples(batch, eps=-1.0)
 
 

@@ -101,7 +101,7 @@ def test_groups_of_another_size_are_errors(make):
         make(3).compute(group(1.0, 0.0))
     with pytest.raises(ValueError, match="Group size mismatch"):
         make(1, allow_partial=True).compute(group(1.0, 0.0))
-    with pytest.raises(ValueError, match=r"group_size \(0\) must be at least"):
+    with pytest.raises(ValueError, match="group_size must be positive, got 0"):
         make(0)
     assert flat(make(3, allow_partial=True), 1.0, 1.0) == [0.0, 0.0]
     assert make(2).compute([]) == {}
@@ -118,7 +118,7 @@ def test_the_preset_of_maxent_grpo_counts_the_rollouts_of_a_group_as_grpo_does()
     assert flat(partial, 1.0, 0.0) == [1.0, 0.0]
     with pytest.raises(DataError, match="has 4 rollouts, group_size is 3"):
         partial.compute(group(1.0, 0.0, 1.0, 0.0))
-    with pytest.raises(ConfigError, match=r"group_size \(0\) must be at least"):
+    with pytest.raises(ConfigError, match="group_size must be positive, got 0"):
         EpisodicReturn(0)
 
 

@@ -154,8 +154,8 @@ def test_a_denominator_of_zero_gives_zero():
     assert reduce(Reducer("count_true", "passed", normalize_by="rollouts"), rollout_count=0) == 0.0
 
 
-def test_unknown_kinds_and_denominators_are_refused():
-    with pytest.raises(ValueError, match=r"kind .*\('median'\)"):
+def test_unknown_kinds_and_denominators_are_refused_when_applied():
+    with pytest.raises(ValueError, match=r"kind \(median\)"):
         reduce(Reducer("median", "score"))
     with pytest.raises(ConfigError, match="normalize_by"):
         reduce(Reducer("mean", "score", normalize_by="steps"))

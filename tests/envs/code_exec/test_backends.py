@@ -82,7 +82,7 @@ def test_in_a_checkout_the_error_says_how_bubblewrap_is_fetched(machine, tmp_pat
 
 
 def test_unknown_names_and_settings_without_effect_are_refused():
-    with pytest.raises(ConfigError, match=r"backend \('qemu'\) .*auto, bubblewrap, docker"):
+    with pytest.raises(ConfigError, match=r"Unknown backend 'qemu'; .*auto, bubblewrap, docker"):
         asyncio.run(create_sandbox_pool(backend="qemu"))
     with pytest.raises(NotImplementedError, match="Singularity backend is not yet implemented"):
         asyncio.run(create_sandbox_pool(backend="singularity"))

@@ -174,7 +174,7 @@ def test_without_a_backend_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("bubblewarp", r"backend \('bubblewarp'\) .*one of auto, bubblewrap"),
+        ("bubblewarp", r"Unknown backend 'bubblewarp'; .*one of auto, bubblewrap"),
         ("bubblewrap", r"bubblewrap does not work .*apt install bubblewrap"),
         ("docker", r"docker does not work .*Docker daemon"),
         ("podman-hpc", r"podman-hpc does not work here"),
