@@ -351,7 +351,9 @@ def is_run(path: Path) -> bool:
 
 def check_is_run(path: Path) -> None:
     if not is_run(path):
-        raise CheckpointError(f"{path} is not the folder of a run, with config.yaml and progress.json; name one, such as runs/NAME")
+        raise CheckpointError(
+            f"{path} is not the folder of a run, with config.yaml and progress.json; name one, such as runs/NAME"
+        )
 
 
 def run_path(output: str, name: str | None, default_name: str) -> Path:
