@@ -77,8 +77,9 @@ class SampleTable:
         Readers of safetensors find the arguments of `from_columns` by their names: `input_ids` i32,
         `action_mask` u8 and, where present, `actor_logps` f32 and `attention_mask` u8 [S];
         `offsets` i64 [N + 1]; `weights` f32 [N]. A truncated table also has `original_lengths`, a
-        chained one `chains` and `links`, i32 [N]. `__metadata__` has `format`
-        ("ludic.sample_table") and `version` ("1")."""
+        chained one `chains` and `links`, i32 [N]. A token column `credit`
+        is `token.credit`, f32 [S]. `__metadata__` has `format` ("ludic.sample_table") and
+        `version` ("1")."""
     def __len__(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
@@ -118,6 +119,21 @@ class SampleTable:
         """The same samples with other weights [N], rounded to float32; truncation and chains stay.
         Raises `DataError` for another number of weights, and for one that is not finite, which it
         names."""
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """The names of the token columns, in alphabetical order."""
+    def token_column(self, name: str) -> NDArray[np.float32]:
+        """[S] values of a token column, one for each token of each sample; 0 where the token is not
+        an action. Raises `KeyError` if there is none of this name."""
+    def with_token_column(self, name: str, values: NDArray[np.floating[Any]] | Sequence[float]) -> SampleTable:
+        """The same samples with a column of floats, one for each action token of each sample, in
+        order. Views keep it, `to_bytes` writes it, and every collation has it as f32 in the shape
+        of `input_ids`, with 0 where the token is not an action.
+
+        Action masks [0, 1, 1] and [0, 1] with the values [0.5, 1, -1] are [[0, 0.5, 1], [0, -1,
+        0]]. At most 16 columns. Raises `DataError` for another number of values, for one that is
+        not finite in float32, for a name that is in use or has other characters than letters,
+        digits and _, and for a table whose samples were selected in another order."""
     def truncate(self, max_seq_len: int) -> SampleTable:
         """The same samples, cut on the right to at most `max_seq_len` tokens. No token is
         copied."""

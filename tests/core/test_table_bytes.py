@@ -62,7 +62,7 @@ def test_other_types_are_refused(value: Any) -> None:
     [
         (b'"version":"1"', b'"version":"9"', r'version "9" cannot .*version "1"; .*ludic'),
         (b"[5]", b"[6]", r"column input_ids .* 24\.\.44, .*6 values of 4 bytes"),
-        (b'"weights"', b'"credits"', "unknown field `credits`"),
+        (b'"weights"', b'"credits"', "missing field `weights`"),
         (struct.pack("<i", 9), struct.pack("<i", -9), r"sample 1: input_ids\[1\] is -9"),
     ],
 )

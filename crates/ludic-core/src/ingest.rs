@@ -98,7 +98,7 @@ impl TableBuilder {
 
     /// Returns the table of all samples.
     pub fn finish(self) -> SampleTable {
-        SampleTable { columns: self.columns.seal(), rows: self.rows }
+        SampleTable { columns: self.columns.seal(), rows: self.rows, token_columns: Vec::new() }
     }
 
     /// Appends an attention mask of `len` values. Creates the column when the first 0 comes.
@@ -187,14 +187,14 @@ impl SampleTable {
             }
             columns.logps = Some(column);
         }
-        Ok(Self { columns: columns.seal(), rows })
+        Ok(Self { columns: columns.seal(), rows, token_columns: Vec::new() })
     }
 }
 
 /// Appends one value per token: the next of `values` where the mask is 1, else 0. The values -0.5
 /// and -0.7 with the mask [0, 1, 1] append [0, -0.5, -0.7]. There is one value for each 1. Masks
 /// consist of runs, and each run is copied in one piece.
-fn append_at_actions<T: Float>(values: &[T], mask: &[u8], column: &mut Vec<f32>) {
+pub(crate) fn append_at_actions<T: Float>(values: &[T], mask: &[u8], column: &mut Vec<f32>) {
     let start = column.len();
     column.resize(start + mask.len(), 0.0);
     let out = &mut column[start..];

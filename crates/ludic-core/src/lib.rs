@@ -13,6 +13,7 @@ pub mod pairs;
 pub mod plan;
 pub mod reduce;
 mod table;
+mod token_columns;
 pub mod trees;
 mod truncate;
 mod vectors;

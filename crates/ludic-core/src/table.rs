@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::CoreError;
 use crate::ingest::{check_column, check_weight};
 use crate::numbers::{Float, Floats, each_float};
+use crate::token_columns::TokenColumn;
 
 /// The number of tokens in a block. Action tokens are counted once per block, so that counting any
 /// span is O(1).
@@ -151,6 +152,7 @@ impl Row {
 pub struct SampleTable {
     pub(crate) columns: Arc<Columns>,
     pub(crate) rows: Vec<Row>,
+    pub(crate) token_columns: Vec<Arc<TokenColumn>>,
 }
 
 impl SampleTable {
@@ -219,13 +221,13 @@ impl SampleTable {
         for (sample, row) in rows.iter_mut().enumerate() {
             row.weight = check_weight(sample, each_float!(weights, values => Float::to_f64(values[sample])))?;
         }
-        Ok(Self { columns: Arc::clone(&self.columns), rows })
+        Ok(self.view(rows))
     }
 
     /// Returns the samples at `indices`, in that order. An index may occur twice. Copies no token.
     pub fn select(&self, indices: &[i64]) -> Result<Self, CoreError> {
         let rows = indices.iter().map(|&index| self.row(index)).collect::<Result<_, _>>()?;
-        Ok(Self { columns: Arc::clone(&self.columns), rows })
+        Ok(self.view(rows))
     }
 
     /// Returns the same samples, with those that continue each other linked into **chains**. A
@@ -249,13 +251,18 @@ impl SampleTable {
                 rows[index].chain = rows[index - 1].chain;
             }
         }
-        Self { columns: Arc::clone(&self.columns), rows }
+        self.view(rows)
     }
 
     /// The chain of each sample: the index that the chain's first sample had when the chain was
     /// made, or -1 for a sample in no chain.
     pub fn chains(&self) -> Vec<i32> {
         self.rows.iter().map(|row| row.chain as i32).collect()
+    }
+
+    /// The same columns with other rows.
+    pub(crate) fn view(&self, rows: Vec<Row>) -> Self {
+        Self { columns: Arc::clone(&self.columns), rows, token_columns: self.token_columns.clone() }
     }
 
     /// The row at `index`, or an error if there is none.

@@ -1,7 +1,5 @@
 //! Truncation: a view with shorter rows over the same columns.
 
-use std::sync::Arc;
-
 use crate::table::Row;
 use crate::{CoreError, SampleTable};
 
@@ -15,6 +13,6 @@ impl SampleTable {
         }
         let limit = u32::try_from(max_seq_len).unwrap_or(u32::MAX);
         let cut = |row: &Row| Row { len: row.len.min(limit), ..*row };
-        Ok(Self { columns: Arc::clone(&self.columns), rows: self.rows.iter().map(cut).collect() })
+        Ok(self.view(self.rows.iter().map(cut).collect()))
     }
 }

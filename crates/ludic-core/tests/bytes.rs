@@ -280,7 +280,12 @@ fn a_header_that_lies_is_refused_by_name() {
         ),
         ("ludic.sample_table", "pt", r#"bytes of the format "pt" are not a table"#),
         (r#","version":"1""#, "", "missing field `version`"),
-        (r#""weights":"#, r#""credit":"#, "unknown field `credit`"),
+        (r#""weights":"#, r#""credit":"#, "missing field `weights`"),
+        (
+            r#""version":"1"}"#,
+            r#""version":"1"},"credit":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}"#,
+            "unknown field `credit`",
+        ),
         (r#""weights":"#, r#""offsets":"#, "duplicate field `offsets`"),
         (r#","action_mask":{"dtype":"U8","shape":[5],"data_offsets":[52,57]}"#, "", "missing field `action_mask`"),
         ("\"I64\"", "\"I32\"", "column offsets of a table is I32, but must be I64"),

@@ -29,7 +29,7 @@ pub struct Arena {
 }
 
 /// The memory of one collation, by the name of the array.
-type Buffers = HashMap<&'static str, Py<PyArray1<u64>>>;
+type Buffers = HashMap<String, Py<PyArray1<u64>>>;
 
 #[pymethods]
 impl Arena {
@@ -77,7 +77,7 @@ impl<'py, 'a> Outputs<'py, 'a> {
     /// the dictionary is returned to Python.
     pub fn array<T: Element + Copy, D: IntoDimension>(
         &mut self,
-        name: &'static str,
+        name: &str,
         shape: D,
     ) -> PyResult<&'a mut [MaybeUninit<T>]> {
         let py = self.arrays.py();
@@ -111,14 +111,14 @@ impl<'py, 'a> Outputs<'py, 'a> {
 fn buffer_for<'py>(
     py: Python<'py>,
     buffers: &mut Buffers,
-    name: &'static str,
+    name: &str,
     words: usize,
 ) -> PyResult<Bound<'py, PyArray1<u64>>> {
     match buffers.get(name) {
         Some(buffer) if buffer.bind(py).len() >= words => Ok(buffer.bind(py).clone()),
         _ => {
             let buffer = allocate(py, [words + words / 4].into_dimension(), Fill::Zeros)?;
-            buffers.insert(name, buffer.clone().unbind());
+            buffers.insert(name.to_owned(), buffer.clone().unbind());
             Ok(buffer)
         }
     }

@@ -39,6 +39,21 @@ fn add_turns(outputs: &mut Outputs<'_, '_>, batch: &Batch<'_>) -> PyResult<()> {
     Ok(())
 }
 
+/// Adds the token columns, each in the shape of the ids; a `width` of 0 means no padding.
+fn add_token_columns<D: IntoDimension + Copy>(
+    outputs: &mut Outputs<'_, '_>,
+    table: &SampleTable,
+    batch: &Batch<'_>,
+    shape: D,
+    width: usize,
+) -> Result<()> {
+    for (index, name) in table.token_column_names().enumerate() {
+        let out = outputs.array::<f32, _>(name, shape)?;
+        batch.collate_token_column(index, width, out)?;
+    }
+    Ok(())
+}
+
 /// The right-padded layout.
 pub fn padded<'py>(
     py: Python<'py>,
@@ -59,6 +74,7 @@ pub fn padded<'py>(
         logps: add_logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
     };
     run_detached(py, size, || batch.collate_padded(pad_token_id, out))?;
+    add_token_columns(&mut outputs, table, &batch, shape, batch.num_columns())?;
     add_turns(&mut outputs, &batch)?;
     Ok(outputs.arrays)
 }
@@ -83,6 +99,7 @@ pub fn padding_free<'py>(
         logps: add_logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
     };
     run_detached(py, size, || batch.collate_padding_free(out))?;
+    add_token_columns(&mut outputs, table, &batch, shape, 0)?;
     outputs.arrays.set_item(intern!(py, "max_seqlen"), batch.num_columns())?;
     add_turns(&mut outputs, &batch)?;
     Ok(outputs.arrays)
@@ -108,6 +125,7 @@ pub fn compact<'py>(
         logps: add_logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
     };
     run_detached(py, size, || batch.collate_compact(pad_token_id, out))?;
+    add_token_columns(&mut outputs, table, &batch, shape, batch.num_columns())?;
     add_turns(&mut outputs, &batch)?;
     Ok(outputs.arrays)
 }

@@ -2,10 +2,10 @@
 
 use ludic_core::{ColumnInput, Sample, TableBuilder};
 use numpy::{IntoPyArray, PyArray1};
-use pyo3::exceptions::PyAttributeError;
+use pyo3::exceptions::{PyAttributeError, PyKeyError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
 use crate::arena::{Arena, lock_arena};
 use crate::arguments::Count;
@@ -136,6 +136,26 @@ impl SampleTable {
         let mut reader = FloatReader::default();
         reader.prepare(weights, Field::column("weights"))?;
         Ok(Self(self.0.with_weights(reader.borrow(weights, Field::column("weights"))?)?))
+    }
+
+    /// The names of the token columns, in alphabetical order.
+    #[getter]
+    fn token_columns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.token_column_names())
+    }
+
+    /// The values of a token column, one for each token of each sample; 0 where the token is not an
+    /// action.
+    fn token_column<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyArray1<f32>>> {
+        let values = self.0.token_column(name);
+        values.map(|values| values.into_pyarray(py)).ok_or_else(|| PyKeyError::new_err(name.to_owned()))
+    }
+
+    /// The same samples with one more token column. No other column is copied.
+    fn with_token_column(&self, name: &str, values: &Bound<'_, PyAny>) -> Result<Self> {
+        let (mut reader, field) = (FloatReader::default(), Field::column("a token column"));
+        reader.prepare(values, field)?;
+        Ok(Self(self.0.with_token_column(name, reader.borrow(values, field)?)?))
     }
 
     /// The samples at `indices`, in that order. No token is copied.

@@ -24,7 +24,7 @@ from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import sum_mismatch, sum_reference
 from ludic.training.loss.token_scores import TOKEN_SCORES, LogitScores, TokenScores
-from ludic.training.types import BatchCredit, CreditAssigner, SAWBatch, SAWItem, is_float_array
+from ludic.training.types import TOKEN_WEIGHT, BatchCredit, CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import group_of, is_list_of, stored
 
 __all__ = [
@@ -278,13 +278,14 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
 
 
 def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
-    """Keep only the samples with |weight| > eps. Changes `saw_batch.items`.
+    """Keep only the samples with |weight| > eps, of the sample or of one of its tokens. Changes
+    `saw_batch.items`.
 
     A loss that is a mean over samples then weights the remaining samples more. The trainer's
     `skip_zero_weight` saves the same work without changing the gradient.
     """
     _check_eps(eps)
-    saw_batch.items = [item for item in saw_batch.items if abs(item.weight) > eps]
+    saw_batch.items = [item for item in saw_batch.items if item.largest_weight > eps]
     return saw_batch
 
 
@@ -302,7 +303,7 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
     for item in saw_batch.items:
         group = group_of(item.meta)
         if group is not None:
-            weights.setdefault(group, []).append(item.weight)
+            weights.setdefault(group, []).extend(np.atleast_1d(item.attachments.token_columns.get(TOKEN_WEIGHT, item.weight)))
     if not weights:
         return saw_batch
     dropped = {group for group, values in weights.items() if len(values) > 1 and float(np.std(values, ddof=1)) <= eps}

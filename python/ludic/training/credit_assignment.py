@@ -10,13 +10,14 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ludic.errors import ConfigError, DataError, check_value
 from ludic.training.types import CreditAssigner, RolloutStepKey
 from ludic.types import Rollout, Step, group_of, stored
 
-Weights = dict[RolloutStepKey, float]
-"""(rollout id, step index) -> weight."""
+Weights = dict[RolloutStepKey, float | NDArray[Any]]
+"""(rollout id, step index) -> weight of the step, or [A] weights of its sampled tokens."""
 
 
 @dataclass
@@ -187,7 +188,7 @@ class OverlongPenalty:
         check_value("buffer_tokens", self.buffer_tokens, "max_tokens bounds it", least=0, most=self.max_tokens)
         check_value("factor", self.factor, "it is subtracted from the reward", least=0)
 
-    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+    def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float | NDArray[Any]]:
         """Raises DataError for a step without a token trace: its length is unknown."""
         penalised = []
         for rollout in rollouts:
@@ -328,5 +329,6 @@ class RewardModelCreditAssigner:
             for step in rollout.steps:
                 key = (rollout.id, step.index)
                 base = 1.0 if inner is None else inner[key]
-                weights[key] = combine_score(self.mode, base, score, rm_coeff=self.rm_coeff, alpha=self.alpha)
+                scale, offset = score_coefficients(self.mode, score, rm_coeff=self.rm_coeff, alpha=self.alpha)
+                weights[key] = scale * base + offset
         return weights

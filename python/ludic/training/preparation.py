@@ -30,7 +30,7 @@ from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import MicroBatch, Rows, refuse_fractions
+from ludic.training.batching.packing import MicroBatch, Rows, refuse_columns
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import group_key
@@ -272,8 +272,8 @@ async def score_rows(
 
 def candidates_of(macro: MacroBatch) -> Candidates:
     """The samples as columns. Raises DataError for a sample without a group, and for tokens that
-    count in part."""
-    refuse_fractions(macro.items, "a batch credit compares whole answers")
+    count in part or have credit of their own."""
+    refuse_columns(macro.items, "a batch credit compares whole answers")
     groups = _read_groups(macro)
     rollouts = [item.meta.get("rollout_id", ("row", row)) for row, item in enumerate(macro.items)]
     reference = macro.token_columns.get("reference_logps")

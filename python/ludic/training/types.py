@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 RolloutStepKey = tuple[str, int]
 """(rollout id, step index). Identifies the step that gets a weight. Example: `("r0", 2)`."""
 
+TOKEN_WEIGHT = "token_weight"
+"""The token column with the credit of each action token (`SampleAttachments.token_columns`)."""
+
 # Documented type names for user code; the library itself does not use them.
 TokenizeFn = Callable[[str], list[int]]
 """text -> token ids"""
@@ -146,10 +149,15 @@ class SampleAttachments:
     action_fractions: list[float] | None = None
     """[A] weight of each action token, a number > 0: a token of 0.5 is half a token in sums and in
     numbers of tokens. A list of floats or a one-dimensional float array. None means 1 each."""
+    token_columns: dict[str, Sequence[float] | NDArray[Any]] = field(default_factory=dict)
+    """Name -> [A] values of the action tokens, lists of floats or one-dimensional float arrays.
+    Micro-batches have them under that name in the layout of `input_ids`, in float32; a loss reads a
+    column of yours by `shared.read_logps(name)`. Samples without `token_weight`, the credit of each
+    token, have their weight at every token; any other column must be on all samples of a batch."""
 
     def __post_init__(self) -> None:
-        for name in ("reference_logps", "action_fractions"):
-            values = getattr(self, name)
+        own = {"reference_logps": self.reference_logps, "action_fractions": self.action_fractions}
+        for name, values in {**own, **self.token_columns}.items():
             if values is not None and not (is_float_array(values) or is_list_of(values, float, int)):
                 raise DataTypeError(f"{name} must be a List[float] or a float array, got {type(values).__name__}")
 
@@ -177,7 +185,7 @@ class SAWItem:
     """[T] 0 on the state, 1 on the action."""
     weight: float
     """Credit of the action. A policy-gradient loss multiplies the log-probability of the action by
-    it."""
+    it. With a token column `token_weight`, whose values take its place, their mean."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Facts for statistics and grouping: `rollout_id`, `step_index`, `group_id`, the reward; for
     preference samples `pair_id`, `role` and `label`."""
@@ -188,6 +196,11 @@ class SAWItem:
     def actor_logps(self) -> ActorTokenLogps | None:
         """`attachments.actor_logps`."""
         return self.attachments.actor_logps
+
+    @property
+    def largest_weight(self) -> float:
+        """The largest absolute credit of a token: 0 if the sample teaches nothing."""
+        return float(np.abs(np.asarray(self.attachments.token_columns.get(TOKEN_WEIGHT, self.weight))).max(initial=0.0))
 
 
 @dataclass
@@ -217,12 +230,13 @@ class RolloutScorer(Protocol):
 
 
 class CreditAssigner(Protocol):
-    """Computes one weight for each step from the rewards."""
+    """Computes a weight for each step from the rewards, or one for each of its sampled tokens."""
 
-    def compute(self, rollouts: Sequence[Rollout]) -> dict[RolloutStepKey, float]:
-        """Return the weight of every step of `rollouts`.
+    def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float | NDArray[Any]]:
+        """Return the weight of every step of `rollouts`: a float, or [A] floats for its A sampled
+        tokens.
 
-        Example: `{("r0", 0): 0.5, ("r1", 0): -0.5}`.
+        Example: `{("r0", 0): 0.5, ("r1", 0): np.array([0.0, -0.5])}`.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -42,6 +43,32 @@ def test_every_step_becomes_one_sample_of_its_own_tokens(played):
         logps = None if item.actor_logps is None else item.actor_logps.token_logps
         assert logps == step.trace.completion_logprobs
         assert (item.weight, item.meta["rollout_id"], item.meta["step_index"]) == (step.reward, rollout.id, step.index)
+
+
+class ByToken:
+    """`values` for the first step of each rollout, 0.5 for the others."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def compute(self, played):
+        return {(each.id, step.index): 0.5 if step.index else self.values for each in played for step in each.steps}
+
+
+def test_an_array_is_the_credit_of_the_tokens_of_a_step():
+    steps = [Step(i, "o", "a", None, 1.0, False, True, trace=TokenTrace([5], [6, 7])) for i in range(2)]
+    played = Rollout(id="r", steps=steps)
+    first, second = batch_from_rollouts([played], ByToken(np.array([1.0, 2.0], np.float32))).items
+    assert first.attachments.token_columns["token_weight"].tolist() == [1, 2]
+    assert (first.weight, second.weight, second.attachments.token_columns) == (1.5, 0.5, {})
+    assert played.meta["engine"]["credit"] == [1.5, 0.5]
+    for values, problem in (
+        ([1.0], r"r, step 0 has weights of shape \[1\] for 2"),
+        ([[1.0, 2.0]], r"shape \[1, 2\] for 2 sampled tokens"),
+        ([1.0, math.nan], "r, step 0 is nan; .*finite"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            batch_from_rollouts([played], ByToken(np.array(values)))
 
 
 @given(rollouts(), st.integers(1, 6))

@@ -57,7 +57,7 @@ pub enum TableBytesError {
     #[error("column {column} of a table is {found}, but must be {expected}; write it with to_bytes")]
     Dtype {
         /// The column.
-        column: &'static str,
+        column: String,
         /// Its type in the header.
         found: String,
         /// The type it must have.
@@ -70,7 +70,7 @@ pub enum TableBytesError {
     )]
     ColumnSize {
         /// The column.
-        column: &'static str,
+        column: String,
         /// Where it begins.
         begin: usize,
         /// Where it ends.
@@ -85,7 +85,7 @@ pub enum TableBytesError {
     #[error("column {column} of a table begins at {begin}, but the column before it ends at {end}; columns must touch")]
     ColumnPlace {
         /// The column.
-        column: &'static str,
+        column: String,
         /// Where it begins.
         begin: usize,
         /// Where the column before it ends.

@@ -14,7 +14,8 @@
 //!
 //! A table with log-probabilities also has `actor_logps` (F32), one with a 0 in an attention mask
 //! `attention_mask` (U8): these six are the columns of [`ColumnInput`](crate::ColumnInput). A
-//! truncated view has `original_lengths` [N] (I32), a chained one `chains` and `links` [N] (I32, -1
+//! [token column](crate::SampleTable::with_token_column)
+//! `credit` is `token.credit` (F32). A truncated view has `original_lengths` [N] (I32), a chained one `chains` and `links` [N] (I32, -1
 //! for a sample in no chain). Spaces after the header align the columns to 8 bytes; wider numbers
 //! come first, so that each column is aligned to its own.
 //!
@@ -24,6 +25,8 @@
 mod error;
 mod read;
 mod write;
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
@@ -36,12 +39,14 @@ const FORMAT: &str = "ludic.sample_table";
 const VERSION: &str = "1";
 /// The size of the length of the header.
 const PREFIX: usize = size_of::<u64>();
-/// The longest header that is read. A written one has fewer than 1,000 bytes.
+/// The longest header that is read. A written one has fewer than 1,000 bytes without token columns.
 const MAX_HEADER: usize = 4096;
+
+/// What the names of token columns begin with.
+const TOKEN: &str = "token.";
 
 /// The header. The fields are in the order of the columns.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct Header {
     #[serde(rename = "__metadata__")]
     metadata: Metadata,
@@ -59,6 +64,9 @@ struct Header {
     action_mask: Column,
     #[serde(skip_serializing_if = "Option::is_none")]
     attention_mask: Option<Column>,
+    /// All fields of other names: token columns, or an error.
+    #[serde(flatten)]
+    token_columns: BTreeMap<String, Column>,
 }
 
 /// Of another version, all that is known.
@@ -99,7 +107,7 @@ impl Dtype {
 
 impl Header {
     /// The name, the type and the place of each column that is present.
-    fn columns(&self) -> impl Iterator<Item = (&'static str, Dtype, &Column)> {
+    fn columns(&self) -> impl Iterator<Item = (&str, Dtype, &Column)> {
         let columns = [
             ("offsets", Dtype::I64, Some(&self.offsets)),
             ("input_ids", Dtype::I32, Some(&self.input_ids)),
@@ -111,6 +119,7 @@ impl Header {
             ("action_mask", Dtype::U8, Some(&self.action_mask)),
             ("attention_mask", Dtype::U8, self.attention_mask.as_ref()),
         ];
-        columns.into_iter().filter_map(|(name, dtype, column)| Some((name, dtype, column?)))
+        let token_columns = self.token_columns.iter().map(|(name, column)| (name.as_str(), Dtype::F32, Some(column)));
+        columns.into_iter().chain(token_columns).filter_map(|(name, dtype, column)| Some((name, dtype, column?)))
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{Column, FORMAT, Header, MAX_HEADER, Metadata, PREFIX, TableBytesError, VERSION};
+use super::{Column, FORMAT, Header, MAX_HEADER, Metadata, PREFIX, TOKEN, TableBytesError, VERSION};
 use crate::ingest::{check_column, reserve};
 use crate::table::{Columns, Row};
 use crate::{ColumnInput, CoreError, Floats, Ints, SampleTable};
@@ -32,6 +32,10 @@ impl SampleTable {
             weights: Some(Floats::F32(&weights)),
             offsets: Ints::I64(&offsets),
         })?;
+        for (name, column) in &header.token_columns {
+            let values = decode("a token column", slice(column), f32::from_le_bytes)?;
+            table = table.with_aligned_column(&name[TOKEN.len()..], values)?;
+        }
         if let Some(column) = &header.original_lengths {
             table.set_original_lengths(&decode("original_lengths", slice(column), i32::from_le_bytes)?)?;
         }
@@ -130,7 +134,11 @@ impl Header {
         if version != VERSION {
             return Err(TableBytesError::Version { found: version, expected: VERSION });
         }
-        serde_json::from_slice(text).map_err(header_error)
+        let header: Self = serde_json::from_slice(text).map_err(header_error)?;
+        match header.token_columns.keys().find(|name| !name.starts_with(TOKEN)) {
+            Some(name) => Err(TableBytesError::Header { reason: format!("unknown field `{name}`") }),
+            None => Ok(header),
+        }
     }
 
     /// Checks that the columns have their types, and that each lies where the one before it ends:
@@ -141,10 +149,10 @@ impl Header {
             let ([values], [begin, end], width) = (column.shape, column.data_offsets, dtype.width());
             if column.dtype != dtype {
                 let [found, expected] = [column.dtype, dtype].map(|dtype| format!("{dtype:?}"));
-                return Err(TableBytesError::Dtype { column: name, found, expected });
+                return Err(TableBytesError::Dtype { column: name.to_owned(), found, expected });
             }
             if values.checked_mul(width).and_then(|size| begin.checked_add(size)) != Some(end) {
-                return Err(TableBytesError::ColumnSize { column: name, begin, end, values, width });
+                return Err(TableBytesError::ColumnSize { column: name.to_owned(), begin, end, values, width });
             }
             places.push((begin, end, name));
         }
@@ -152,7 +160,7 @@ impl Header {
         let mut needed = 0;
         for (begin, end, column) in places {
             if begin != needed {
-                return Err(TableBytesError::ColumnPlace { column, begin, end: needed });
+                return Err(TableBytesError::ColumnPlace { column: column.to_owned(), begin, end: needed });
             }
             needed = end;
         }

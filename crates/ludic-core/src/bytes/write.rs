@@ -2,7 +2,7 @@
 
 use std::iter;
 
-use super::{Column, Dtype, FORMAT, Header, Metadata, PREFIX, VERSION};
+use super::{Column, Dtype, FORMAT, Header, Metadata, PREFIX, TOKEN, VERSION};
 use crate::table::Row;
 use crate::{CoreError, SampleTable};
 
@@ -80,6 +80,10 @@ impl Header {
             original_lengths: truncated.then(|| place(Dtype::I32, samples)),
             chains: chained.then(|| place(Dtype::I32, samples)),
             links: chained.then(|| place(Dtype::I32, samples)),
+            token_columns: table
+                .token_column_names()
+                .map(|name| (format!("{TOKEN}{name}"), place(Dtype::F32, tokens)))
+                .collect(),
             action_mask: place(Dtype::U8, tokens),
             attention_mask: has_holes.then(|| place(Dtype::U8, tokens)),
         }
@@ -124,6 +128,9 @@ impl TableBytes<'_> {
             // Where a sample in no chain stands among its neighbours means nothing.
             let link = |row: &Row| if row.is_chained() { row.link } else { Row::NO_CHAIN };
             out.put(rows.iter().map(|row| link(row).to_le_bytes()));
+        }
+        for column in &self.table.token_columns {
+            rows.iter().for_each(|row| out.put(column.values[row.span()].iter().map(|value| value.to_le_bytes())));
         }
         rows.iter().for_each(|row| out.put_bytes(&columns.action[row.span()]));
         if let (Some(mask), Some(_)) = (&columns.attention, &self.header.attention_mask) {

@@ -37,8 +37,10 @@
 mod layouts;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::table::{Columns, Row};
+use crate::token_columns::TokenColumn;
 use crate::vectors::vectorized;
 use crate::{CoreError, SampleTable};
 
@@ -72,6 +74,7 @@ impl Piece {
 #[derive(Debug)]
 pub struct Batch<'t> {
     columns: &'t Columns,
+    token_columns: &'t [Arc<TokenColumn>],
     pieces: Vec<Piece>,
     lines: usize,
     /// The first index whose sample has a 0 in its attention mask.
@@ -109,7 +112,7 @@ impl SampleTable {
         }
         let longest = pieces.iter().map(|piece| piece.row.len as usize).max().unwrap_or(0);
         let num_tokens = pieces.iter().map(|piece| piece.span().len()).sum();
-        Ok(Batch { columns, pieces, lines, partial_attention, longest, num_tokens })
+        Ok(Batch { columns, token_columns: &self.token_columns, pieces, lines, partial_attention, longest, num_tokens })
     }
 }
 
@@ -291,6 +294,30 @@ impl Batch<'_> {
                 }
             },
         );
+        Ok(())
+    }
+
+    /// Writes the token column at `index` of the table, with every line padded to `width`. A width of
+    /// 0 means no padding. Tokens that are not actions have 0.
+    ///
+    /// # Errors
+    /// [`CoreError::OutputLength`] if `out` has another length than the layout has tokens.
+    pub fn collate_token_column<F: Slot<f32>>(
+        &self,
+        index: usize,
+        width: usize,
+        out: &mut [F],
+    ) -> Result<(), CoreError> {
+        let column = &self.token_columns[index].values;
+        let size = if width == 0 { self.num_tokens } else { self.lines * width };
+        check_output("a token column", out, size)?;
+        let mut end = 0;
+        for piece in &self.pieces {
+            let values = &column[piece.span()];
+            let cells = if width == 0 { end..end + values.len() } else { self.cells(piece, width) };
+            end = cells.end;
+            copy_row(&mut out[cells], values, |value| value, 0.0);
+        }
         Ok(())
     }
 

@@ -46,6 +46,9 @@ impl CoreError {
             | Self::LogpCount { .. }
             | Self::NonFiniteLogp { .. }
             | Self::NonFiniteWeight { .. }
+            | Self::TokenColumn { .. }
+            | Self::TokenColumnLength { .. }
+            | Self::NonFiniteToken { .. }
             | Self::NoTokens { .. }
             | Self::SampleTooLong { .. }
             | Self::NoOffsets

@@ -260,6 +260,43 @@ pub enum CoreError {
         value: f64,
     },
 
+    /// A token column that the table cannot have.
+    #[error("token column {name:?} cannot be added: {rule}")]
+    TokenColumn {
+        /// Its name.
+        name: String,
+        /// What it must fulfil.
+        rule: &'static str,
+    },
+
+    /// A token column with more or fewer values than action tokens.
+    #[error(
+        "token column {name:?} has {length} values for {actions} action tokens; give one for each 1 in the action masks"
+    )]
+    TokenColumnLength {
+        /// Its name.
+        name: String,
+        /// Its number of values.
+        length: usize,
+        /// The number of action tokens of all samples.
+        actions: usize,
+    },
+
+    /// A value of a token column that is NaN or infinite.
+    #[error(
+        "sample {sample}: {name}[{position}] is {value:?}, but it must be finite in float32; check what computed the column"
+    )]
+    NonFiniteToken {
+        /// The name of the column.
+        name: String,
+        /// The sample.
+        sample: usize,
+        /// The index of the action token; in bytes, of the token.
+        position: usize,
+        /// The value.
+        value: f64,
+    },
+
     /// A sample without tokens.
     #[error("sample {sample} has no tokens, so a model computes nothing for it; drop it")]
     NoTokens {

@@ -21,7 +21,7 @@ from ludic.columns import mean_or_zero
 from ludic.errors import DataError, shorten_names
 from ludic.rollouts.training.types import Sample, SampleStatus
 from ludic.training.rollouts.episodes import is_reward
-from ludic.training.rollouts.to_samples import check_weight, reward_facts
+from ludic.training.rollouts.to_samples import read_weight, reward_facts
 from ludic.training.types import ActorTokenLogps, CreditAssigner, SampleAttachments, SAWBatch, SAWItem
 from ludic.types import Rollout, Step, TokenTrace, group_of, is_list_of
 
@@ -127,7 +127,8 @@ def batch_of_samples(samples: Sequence[Sample], credit_assigner: CreditAssigner)
         rollouts.append(Rollout(id=item.meta["rollout_id"], steps=[step], meta=item.meta))
     weights = credit_assigner.compute(rollouts)
     for item, rollout in zip(items, rollouts, strict=True):
-        item.weight = check_weight(weights[rollout.id, 0], rollout, rollout.steps[0])
+        item.weight, columns = read_weight(weights[rollout.id, 0], rollout, rollout.steps[0])
+        item.attachments.token_columns.update(columns)
     meta = {
         "target_rollouts": len(rollouts),
         "played_rollouts": len(rollouts),

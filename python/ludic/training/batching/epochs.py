@@ -151,6 +151,8 @@ def _digest(items: Sequence[SAWItem]) -> str:
         digest.update(np.float64(item.weight).tobytes())
         if item.attachments.action_fractions is not None:
             digest.update(np.asarray(item.attachments.action_fractions, dtype=np.float64).tobytes())
+        for name, values in sorted(item.attachments.token_columns.items()):
+            digest.update(name.encode() + np.asarray(values, dtype=np.float64).tobytes())
         if "pair_id" in item.meta:
             digest.update(repr([item.meta.get(key) for key in ("pair_id", "role", "label")]).encode())
     return digest.hexdigest()

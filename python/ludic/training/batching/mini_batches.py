@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from torch import Tensor
 from ludic import _core
 from ludic.training import ranks
 from ludic.training.batching.packing import (
-    Fractions,
     MicroBatch,
     Packing,
     Rows,
@@ -34,7 +34,8 @@ from ludic.training.batching.packing import (
     count_tokens,
     find_line_bounds,
     plan_lines,
-    read_fractions,
+    row_starts,
+    table_of_items,
     to_tensors,
     truncate_and_flag,
 )
@@ -42,7 +43,7 @@ from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShar
 from ludic.training.config import Packing as PackingName, TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.context import collate_actions
-from ludic.training.types import SAWItem
+from ludic.training.types import TOKEN_WEIGHT, SAWItem
 from ludic.types import group_of
 
 
@@ -58,7 +59,7 @@ class MacroBatch:
     items: list[SAWItem]
     """The truncated samples; `seq_len_truncated` in their metadata says whether they were cut."""
     table: _core.SampleTable
-    """The same samples in the same order."""
+    """The same samples in the same order, with their token columns."""
     truncated_empty: int
     """Number of samples dropped because no predicted action token was left after truncation."""
     without_actions: int
@@ -69,8 +70,6 @@ class MacroBatch:
     token_columns: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
     """Name -> row -> [A] values of the sample's action tokens, which micro-batches have in the
     layout of `input_ids`: `proximal_logps` and `reference_logps` (`training.preparation`)."""
-    fractions: Fractions = field(default_factory=dict)
-    """What the samples' action tokens count for; empty if each counts 1."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Name -> [N] values of the samples, which micro-batches have as [B] tensors in float32: the
     columns of the algorithm's batch credit."""
@@ -82,7 +81,7 @@ class MacroBatch:
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
         """Read the items once, truncate them, and drop those without a predicted action token. With
         `merge_turns`, an item that continues the item before it shares its line."""
-        table = _core.SampleTable.from_items(items)
+        table = table_of_items(items)
         table = (table.chained() if merge_turns else table).truncate(max_seq_len)
         truncated = np.asarray(table.original_lengths > table.lengths)
         retained = [truncate_and_flag(item, max_seq_len) for item in items]
@@ -93,7 +92,15 @@ class MacroBatch:
             dropped = [retained[row] for row in np.flatnonzero(~trained)]
             retained, table = [retained[row] for row in rows], table.select(rows)
         empty, without = int((truncated & ~trained).sum()), int((~truncated & ~trained).sum())
-        return cls(retained, table, empty, without, dropped, fractions=read_fractions(retained))
+        return cls(retained, table, empty, without, dropped)
+
+    @cached_property
+    def has_weight(self) -> NDArray[np.bool_]:
+        """[N] whether any token of the sample has credit."""
+        if TOKEN_WEIGHT not in self.table.token_columns or not len(self.table):
+            return np.asarray(self.table.weights != 0)
+        largest = np.maximum.reduceat(np.abs(self.table.token_column(TOKEN_WEIGHT)), row_starts(self.table))
+        return np.asarray(largest > 0)
 
     def counts(self) -> dict[str, float]:
         """Return the numbers of samples that `ingest` dropped, by the key in the log."""
@@ -119,8 +126,6 @@ class MacroBatch:
             halves.append([role if isinstance(role, str) else None, shown])
         hashed = xxhash.xxh3_64(self.table.to_bytes())
         hashed.update(json.dumps([self.groups(), self.counts(), halves]).encode())
-        for row in sorted(self.fractions):
-            hashed.update(self.fractions[row].numpy().tobytes())
         return hashed.intdigest() >> 11
 
     def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
@@ -186,11 +191,11 @@ class MiniBatch:
         self.packing: PackingName = cfg.packing
         """How lines are planned and laid out. A subclass may change it in `_find_lines`."""
         self._positions = self._number(rows) if with_positions else None
-        self.rows = rows[batch.table.weights[rows] != 0] if skip_zero_weight else rows
+        self.rows = rows[batch.has_weight[rows]] if skip_zero_weight else rows
         """Samples that go through the model."""
         self.num_skipped = len(rows) - len(self.rows)
         """Number of samples with weight 0 that do not go through the model."""
-        tokens = count_tokens(batch.fractions, batch.table.target_counts)
+        tokens = count_tokens(batch.table)
         self.skipped_tokens = float(tokens[rows].sum() - tokens[self.rows].sum())
         """Action tokens of the skipped samples."""
         self.totals = self._totals(rows)
@@ -295,7 +300,7 @@ class MiniBatch:
         # losses and counts: with a shared batch the shortest row, for which no rank waits.
         row = np.array([0 if self.batch.share is None else self.batch.table.lengths.argmin()])
         micro_batch = self._micro_batch(row)
-        columns = {*self.batch.token_columns, *self.batch.sample_columns}
+        columns = {*self.batch.table.token_columns, *self.batch.token_columns, *self.batch.sample_columns}
         zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action", *columns}
         tensors = {name: torch.zeros_like(value) if name in zeroed else value for name, value in micro_batch.tensors.items()}
         return MicroBatch(tensors, 0, micro_batch.sample_names)
@@ -307,7 +312,7 @@ class MiniBatch:
         else:
             columns = table.collate(rows, self.cfg.pad_token_id)
         names = tuple(self.batch.name(row) for row in rows)
-        tensors = to_tensors(columns, self.cfg.model_device)
+        tensors = count_in_part(to_tensors(columns, self.cfg.model_device))
         for name, by_row in self.batch.token_columns.items():
             tensors[name] = collate_actions([by_row.get(int(row)) for row in rows], tensors)
         tensors |= to_tensors(
@@ -315,7 +320,7 @@ class MiniBatch:
         )
         if self._positions is not None:
             tensors |= to_tensors({"position": self._positions[rows]}, self.cfg.model_device)
-        return MicroBatch(count_in_part(tensors, self.batch.fractions, rows), len(rows), names)
+        return MicroBatch(tensors, len(rows), names)
 
     def lockstep(self) -> tuple[float, float]:
         """`RankPlans.lockstep`; zeros if the batch is not divided over ranks."""
@@ -349,7 +354,7 @@ def batch_totals(batch: MacroBatch, rows: Rows, device: torch.device | str, *, n
     """Return the totals of the samples at `rows`, over all ranks. Without `num_pairs`, the
     number of pairs is half the number of samples."""
     pairs = len(rows) / 2 if num_pairs is None else num_pairs
-    weights, targets = batch.table.weights[rows], count_tokens(batch.fractions, batch.table.target_counts)[rows]
+    weights, targets = batch.table.weights[rows], count_tokens(batch.table)[rows]
     if batch.share is not None or not ranks.is_distributed():
         return BatchTotals.from_columns(weights, targets, num_pairs=pairs)
     wide = weights.astype(np.float64)

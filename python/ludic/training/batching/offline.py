@@ -11,7 +11,7 @@ from ludic.errors import DataError, check_value
 from ludic.inference.prompts.template import find_turn_end, read_template_kwargs
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.rollouts.log import read_rollouts
-from ludic.training.rollouts.to_samples import check_weight, step_facts
+from ludic.training.rollouts.to_samples import read_weight, step_facts
 from ludic.training.samples.conversations import apply_template
 from ludic.training.types import CreditAssigner, SampleFilter, SAWItem
 from ludic.types import TRACE_KEYS, Rollout, Step
@@ -61,11 +61,12 @@ class OfflineBatchSource(ItemBatchSource):
         if not rollouts:
             raise DataError(f"there are no rollouts in {', '.join(map(str, self.jsonl_paths)) or 'jsonl_paths, which is empty'}")
         weights = self.credit_assigner.compute(rollouts)
-        items = [
-            self.step_to_item(rollout, step, check_weight(weights.get((rollout.id, step.index), 1.0), rollout, step))
-            for rollout in rollouts
-            for step in rollout.steps
-        ]
+        items = []
+        for rollout in rollouts:
+            for step in rollout.steps:
+                weight, columns = read_weight(weights.get((rollout.id, step.index), 1.0), rollout, step)
+                items.append(self.step_to_item(rollout, step, weight))
+                items[-1].attachments.token_columns.update(columns)
         retained = items if self.sample_filter is None else [item for item in items if self.sample_filter(item)]
         if not retained:
             raise DataError(f"sample_filter dropped all {len(items)} samples of {len(rollouts)} rollouts")

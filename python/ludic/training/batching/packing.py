@@ -5,13 +5,14 @@ The core computes the plans, which divide lines into micro-batches within the to
 (`crates/ludic-core/src/plan`); `TrainerConfig.packing` selects the algorithm. A **line** is one
 sequence in a micro-batch: a sample, or the turns of one episode that share their prefix.
 
-Action tokens may count in part: `SampleAttachments.action_fractions` in place of the ones of the
-action mask.
+Samples may have more numbers for each action token: the table's token columns. A micro-batch has
+them in the layout of `input_ids`.
 
-    action_mask   0 1 0 1    action_fractions  0.5 1    in a micro-batch:  0 0.5 0 1
+    action_mask   0 1 0 1    token_weight  0.5 -1    in a micro-batch:  0 0.5 0 -1
 
-Sums over action tokens are then weighted, and a number of tokens is the sum of the fractions; all
-losses read both from the mask. The core's table has the mask of zeros and ones.
+Of `action_fractions`, which say that tokens count in part, a micro-batch has the values in its
+action mask, in place of ones. Sums over action tokens are then weighted, and a number of tokens is
+the sum of the fractions; all losses read both from the mask.
 
 The trainer uses `mini_batches`. `collate_micro_batches` and the functions that it calls are for
 code with its own training loop.
@@ -32,15 +33,15 @@ from ludic import _core
 from ludic.errors import DataError, check_value
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.config import Packing as PackingName, TrainerConfig, check_budget
-from ludic.training.loss.context import SharedContext, collate_actions
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import weigh_values
-from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
+from ludic.training.types import TOKEN_WEIGHT, ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import stored
 
 Rows = NDArray[np.int64]
 """Indices of samples."""
-Fractions = Mapping[int, Tensor]
-"""Row -> [A] float32 fractions of the predicted action tokens. Empty if every token counts 1."""
+FRACTIONS = "action_fractions"
+"""The token column of what action tokens count for."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,8 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
     """
     if not items:
         raise DataError("cannot collate an empty list of items")
-    fractions = read_fractions(items)
-    table = _core.SampleTable.from_items(items)
-    return count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device), fractions, range(len(items)))
+    table = table_of_items(items)
+    return count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device))
 
 
 _SEQUENCES = ("input_ids", "attention_mask", "action_mask")
@@ -158,6 +158,7 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
     # Not `sum(mask)`: of 300 ones in a uint8 array that is 300 - 256 = 44.
     num_actions = sum(mask) if isinstance(mask, bytes) else int(np.count_nonzero(mask))
     logps, reference, fractions = item.actor_logps, item.attachments.reference_logps, item.attachments.action_fractions
+    columns = item.attachments.token_columns
     return replace(
         item,
         input_ids=ids[:max_seq_len],
@@ -168,6 +169,7 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
             None if logps is None else ActorTokenLogps(stored(logps, "token_logps")[:num_actions]),
             None if reference is None else reference[:num_actions],
             None if fractions is None else fractions[:num_actions],
+            {name: values[:num_actions] for name, values in columns.items()} if columns else columns,
         ),
     )
 
@@ -239,11 +241,10 @@ def collate_micro_batches(
     check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []
-    table = _core.SampleTable.from_items(items).truncate(max_seq_len)
-    fractions = read_fractions([truncate_item(item, max_seq_len) for item in items])
+    table = table_of_items(items).truncate(max_seq_len)
     plan = _core.plan_greedy(table.lengths, micro_token_budget)
     collated = ((plan[k], to_tensors(table.collate(plan[k], pad_token_id), device)) for k in range(len(plan)))
-    return [MicroBatch(count_in_part(tensors, fractions, rows), len(rows)) for rows, tensors in collated]
+    return [MicroBatch(count_in_part(tensors), len(rows)) for rows, tensors in collated]
 
 
 def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
@@ -254,54 +255,97 @@ def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
     check_budget(micro_token_budget, max_seq_len)
 
 
-def read_fractions(items: Sequence[SAWItem]) -> Fractions:
-    """The fractions of all samples, ones for those that have none; empty if all of them are ones.
-    Raises DataError for another number than a sample has action tokens, and for a number that is
-    not > 0 in float32."""
-    if all(item.attachments.action_fractions is None for item in items):
+def table_of_items(items: Sequence[SAWItem]) -> _core.SampleTable:
+    """The items as a table with their token columns. Raises as `SampleTable.from_items` and
+    `read_token_columns`."""
+    return add_token_columns(_core.SampleTable.from_items(items), items)
+
+
+def add_token_columns(table: _core.SampleTable, items: Sequence[SAWItem]) -> _core.SampleTable:
+    """The table of the items with their token columns."""
+    for name, values in read_token_columns(items).items():
+        table = table.with_token_column(name, values)
+    return table
+
+
+def read_token_columns(items: Sequence[SAWItem]) -> dict[str, NDArray[np.float32]]:
+    """Name -> values of the action tokens of all samples, one sample after another. A sample
+    without `token_weight` has its weight at every token, one without fractions ones; fractions that
+    are all ones are left out.
+
+    Example: a sample of weight 2 and two action tokens, and one with the token weights [0, 1], have
+    the token weights [2, 2, 0, 1].
+
+    Raises DataError for another number of values than a sample has action tokens, for a column that
+    some samples lack, and for a fraction that is not > 0 in float32.
+    """
+    attached = [item.attachments for item in items]
+    if not any(each.token_columns or each.action_fractions is not None for each in attached):
         return {}
-    fractions = {row: _read_item_fractions(item, row) for row, item in enumerate(items)}
-    return fractions if any(bool((values != 1).any()) for values in fractions.values()) else {}
+    counts = [int(np.count_nonzero(np.asarray(stored(item, "action_mask")))) for item in items]
+    names = sorted({name for each in attached for name in each.token_columns})
+    columns = {
+        name: [
+            _read_values(name, each.token_columns.get(name, item.weight if name == TOKEN_WEIGHT else None), row, counts[row])
+            for row, (item, each) in enumerate(zip(items, attached, strict=True))
+        ]
+        for name in names
+    }
+    given = [1.0 if each.action_fractions is None else each.action_fractions for each in attached]
+    fractions = [_read_values(FRACTIONS, each, row, counts[row]) for row, each in enumerate(given)]
+    if any((values != 1).any() for values in fractions):
+        columns[FRACTIONS] = fractions
+    return {name: np.concatenate(rows) for name, rows in columns.items()}
 
 
-def _read_item_fractions(item: SAWItem, row: int) -> Tensor:
-    mask, given = np.asarray(stored(item, "action_mask")), item.attachments.action_fractions
-    actions = int(np.count_nonzero(mask))
-    values = np.ones(actions, np.float32) if given is None else narrow(given)
+def _read_values(name: str, given: Any, row: int, actions: int) -> NDArray[np.float32]:
+    """[A] values of a sample in float32; a single number is the value of each token."""
+    if given is None:
+        raise DataError(f"sample {row} has no token column {name}, which other samples have; give it to all of them")
+    with np.errstate(over="ignore"):  # too large ones become inf, which is refused
+        values = np.asarray(given, dtype=np.float32)
+    if values.ndim == 0:
+        return np.full(actions, values)
     if len(values) != actions:
-        raise DataError(f"sample {row} has {len(values)} action_fractions for {actions} action tokens; there must be one each")
-    wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
+        raise DataError(f"sample {row} has {len(values)} {name} for {actions} action tokens; there must be one each")
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values > (0 if name == FRACTIONS else -np.inf))))
     if len(wrong):
-        raise DataError(f"action_fractions[{wrong[0]}] of sample {row} is {values[wrong[0]]} in float32; give finite numbers > 0")
-    return torch.from_numpy(values[int(mask[:1].any()) :].copy())  # the first token of a sample has no prediction
+        rule = "finite numbers > 0" if name == FRACTIONS else "finite numbers"
+        raise DataError(f"{name}[{wrong[0]}] of sample {row} is {values[wrong[0]]} in float32; give {rule}")
+    return values
 
 
-def refuse_fractions(items: Iterable[SAWItem], because: str) -> None:
-    """Raise DataError if tokens count in part."""
-    if any(item.attachments.action_fractions is not None for item in items):
+def refuse_columns(items: Iterable[SAWItem], because: str) -> None:
+    """Raise DataError if tokens count in part, or have credit of their own."""
+    attached = [item.attachments for item in items]
+    if any(each.action_fractions is not None for each in attached):
         raise DataError(f"{because}, in which tokens cannot count in part; leave out action_fractions, or use masks of 0 and 1")
+    if any(TOKEN_WEIGHT in each.token_columns for each in attached):
+        raise DataError(f"{because}, but samples have {TOKEN_WEIGHT}, credit for each token; use a credit assigner of one number")
 
 
-def narrow(values: Any) -> NDArray[np.float32]:
-    """`values` in float32; too large ones become inf, without a warning."""
-    with np.errstate(over="ignore"):
-        return np.asarray(values, dtype=np.float32)
+def row_starts(table: _core.SampleTable) -> Rows:
+    """[N] where each sample begins in a column [S]. Example: lengths [3, 2] give [0, 3]."""
+    lengths = table.lengths.astype(np.int64)
+    return lengths.cumsum() - lengths
 
 
-def count_tokens(fractions: Fractions, target_counts: NDArray[np.int32]) -> NDArray[Any]:
+def count_tokens(table: _core.SampleTable) -> NDArray[Any]:
     """[N] predicted action tokens of each sample, in part where they count in part."""
-    if not fractions:
-        return target_counts
-    return np.array([float(fractions[row].double().sum()) for row in range(len(target_counts))], dtype=np.float64)
+    if FRACTIONS not in table.token_columns or not len(table):
+        return table.target_counts
+    fractions, starts = table.token_column(FRACTIONS).astype(np.float64), row_starts(table)
+    fractions[starts] = 0  # the first token of a sample has no prediction
+    return np.add.reduceat(fractions, starts)
 
 
-def count_in_part(tensors: dict[str, Any], fractions: Fractions, rows: Iterable[int]) -> dict[str, Any]:
-    """A micro-batch of the samples at `rows`, in any layout, with fractions in its action mask.
+def count_in_part(tensors: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch in any layout, with the column of fractions as its action mask.
     `old_logp_action` then has weighted sums. Returns `tensors` as they are without fractions."""
-    if not fractions:
+    if FRACTIONS not in tensors:
         return tensors
-    mask = collate_actions([fractions[int(row)] for row in rows], tensors)
-    weighted = {**tensors, "action_mask": mask.to(tensors["action_mask"])}
+    weighted = {name: value for name, value in tensors.items() if name != FRACTIONS}
+    weighted["action_mask"] = tensors[FRACTIONS]
     if "actor_logps" in tensors:
         shared = SharedContext(tensors["input_ids"], weighted)
         weighted["old_logp_action"] = weigh_values(shared.sampler_logp, shared.token_mask).sum(dim=1)

@@ -14,7 +14,7 @@ from ludic import _core
 from ludic.errors import shorten_names
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
-from ludic.training.batching.packing import MicroBatch, Packing, Rows, refuse_fractions, select_rows, truncate_and_flag
+from ludic.training.batching.packing import MicroBatch, Packing, Rows, refuse_columns, select_rows, truncate_and_flag
 from ludic.training.batching.preference import collate_meta, find_pair_rows, validate_preference_batch
 from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
 from ludic.training.config import TrainerConfig
@@ -55,7 +55,7 @@ class PreferenceMacroBatch(MacroBatch):
         were identical before are kept and counted.
         """
         validate_preference_batch(items)
-        refuse_fractions(items, "a preference sample has one score")
+        refuse_columns(items, "a preference sample has one score")
         pairs, lone = find_pair_rows(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
         full = _core.SampleTable.from_items(items)
         table = full.truncate(max_seq_len)

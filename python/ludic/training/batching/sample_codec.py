@@ -15,6 +15,7 @@ import itertools
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.columns import Column, float_column
 from ludic.errors import DataError
-from ludic.training.batching.packing import read_fractions
+from ludic.training.batching.packing import add_token_columns
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 from ludic.types import stored
 
@@ -58,6 +59,8 @@ class PackedSamples(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     fractions: _ActionColumn | None
     meta: list[dict[Any, Any]]
     """N dictionaries."""
+    columns: dict[str, _ActionColumn] = {}
+    """Name -> a token column of the samples that have it."""
 
 
 class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -76,18 +79,26 @@ def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedSamples, bytes]:
     table = _core.SampleTable.from_items([SAWItem(*sample) for sample in bare])
     for item in items:
         item.attachments.check_sendable()
-    read_fractions(items)  # refuses what cannot be trained on
+    add_token_columns(table, items)  # refuses what cannot be trained on
     logps = [None if item.actor_logps is None else float_column(stored(item.actor_logps, "token_logps")) for item in items]
     fractions = [item.attachments.action_fractions for item in items]
+    own = [item.attachments.token_columns for item in items]
+    columns = {
+        name: _pack_column(
+            name, [None if (each := given.get(name)) is None else _as_floats(each) for given in own], table.action_counts
+        )
+        for name in sorted({name for given in own for name in given})
+    }
     packed = PackedSamples(
         weights=np.array([item.weight for item in items], dtype=np.float64).tobytes(),
         logps=_pack_column("actor_logps", logps, table.action_counts),
         fractions=_pack_column(
             "action_fractions",
-            [None if each is None else float_column(np.asarray(each, dtype=np.float64)) for each in fractions],
+            [None if each is None else _as_floats(each) for each in fractions],
             table.action_counts,
         ),
         meta=[item.meta for item in items],
+        columns={name: column for name, column in columns.items() if column is not None},
     )
     return packed, table.to_bytes()
 
@@ -96,21 +107,27 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
     """The samples of `pack_samples`. Their sequences share the memory of `table`: int32, and uint8
     for masks; read, they are lists. Raises DataError for anything else.
 
-    `is_foreign`: the bytes come from a sender who is not trusted, and all of the table is checked.
+    `is_foreign`: the bytes come from a sender who is not trusted, and all of the table and of the
+    token columns is checked.
     """
     try:
-        if is_foreign:
-            _core.SampleTable.from_bytes(table)
-        columns = view_columns(table)
-        offsets, ids, actions = columns["offsets"], columns["input_ids"], columns["action_mask"]
-        attention = columns.get("attention_mask")
+        checked = _core.SampleTable.from_bytes(table) if is_foreign else None
+        own_columns = view_columns(table)
+        offsets, ids, actions = own_columns["offsets"], own_columns["input_ids"], own_columns["action_mask"]
+        attention = own_columns.get("attention_mask")
         if attention is None:
             attention = np.ones_like(actions)
         counts = np.add.reduceat(actions, offsets[:-1], dtype=np.int64)
         logps, fractions = (_unpack_column(column, counts) for column in (packed.logps, packed.fractions))
+        columns = {name: _unpack_column(column, counts) for name, column in packed.columns.items()}
         attached = [
-            SampleAttachments(None if own is None else ActorTokenLogps(own), None, None if parts is None else parts.tolist())
-            for own, parts in zip(logps, fractions, strict=True)
+            SampleAttachments(
+                None if own is None else ActorTokenLogps(own),
+                None,
+                None if parts is None else parts.tolist(),
+                {name: np.asarray(rows[row]) for name, rows in columns.items() if rows[row] is not None},
+            )
+            for row, (own, parts) in enumerate(zip(logps, fractions, strict=True))
         ]
         samples = zip(
             *(_split(column, offsets) for column in (ids, attention, actions)),
@@ -119,9 +136,16 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
             attached,
             strict=True,
         )
-        return [SAWItem(*sample) for sample in samples]
+        items = [SAWItem(*sample) for sample in samples]
+        if checked is not None:
+            add_token_columns(checked, items)
+        return items
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise DataError(f"the samples cannot be read: {error}") from error
+
+
+def _as_floats(values: Any) -> NDArray[Any]:
+    return float_column(np.asarray(values, dtype=np.float64))
 
 
 def _pack_column(name: str, columns: Sequence[NDArray[Any] | None], counts: NDArray[np.int32]) -> _ActionColumn | None:
@@ -269,7 +293,8 @@ def _with_arrays(item: SAWItem, dtypes: Sequence[str | None]) -> SAWItem:
         for values, dtype in zip(_sequences_of(item), dtypes, strict=True)
     ]
     ids, attention, actions, logps, fractions = given
-    attached = SampleAttachments(None if logps is None else ActorTokenLogps(logps), action_fractions=fractions)
+    kept = None if logps is None else ActorTokenLogps(logps)
+    attached = replace(item.attachments, actor_logps=kept, action_fractions=fractions)
     return SAWItem(ids, attention, actions, item.weight, item.meta, attached)
 
 

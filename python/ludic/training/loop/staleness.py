@@ -177,7 +177,7 @@ class SignalWatch:
 
     def count_batch(self, items: Sequence[SAWItem]) -> None:
         """Count a batch to train on."""
-        self.in_a_row = 0 if any(item.weight for item in items) else self.in_a_row + 1
+        self.in_a_row = 0 if any(item.largest_weight for item in items) else self.in_a_row + 1
         if self.in_a_row == PATIENCE:
             logger.warning(
                 "all samples of %d batches in a row have weight 0: the rewards teach nothing. Members of a group that earn the same "

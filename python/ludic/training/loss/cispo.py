@@ -14,10 +14,11 @@ from ludic.training.loss.statistics import masked_means, out_of_range, policy_st
 
 @dataclass
 class CISPOLoss(ActionLoss):
-    """L = -mean_b mean_t sg(clip(r_bt, 1 - low, 1 + high)) A_b log pi_bt.
+    """L = -mean_b mean_t sg(clip(r_bt, 1 - low, 1 + high)) A_bt log pi_bt.
 
     MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5). sg is stop-gradient: the clipped ratio is detached,
-    so every token has a gradient, also outside the clip range. By default there is no lower bound.
+    so every token has a gradient, also outside the clip range. A_bt is the weight of the sample, or
+    of the token (`token_weight`). By default there is no lower bound.
     Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
     all action tokens of the batch, while the paper takes it over a group.
     """
@@ -34,10 +35,9 @@ class CISPOLoss(ActionLoss):
         check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
-        advantage = shared.weight
         ratio = shared.ratio.detach()
         bounded = ratio.clamp(1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high)
-        objective = bounded * advantage[:, None] * shared.token_logp
+        objective = bounded * shared.token_weight * shared.token_logp
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         return loss, {
             "loss": loss.detach(),

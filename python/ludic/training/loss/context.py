@@ -42,6 +42,7 @@ from ludic.training.loss.logprobs import (
     weigh_values,
 )
 from ludic.training.loss.token_scores import TOKEN_SCORES, TokenScores
+from ludic.training.types import TOKEN_WEIGHT
 
 SAMPLE_LOGPS = "sample with ReturnSpec.for_rl() or set Sample.rollout_log_probs"
 """How a batch gets the sampler's log-probabilities."""
@@ -242,17 +243,28 @@ class SharedContext:
         return self.log_ratio.exp()
 
     @property
-    def weight(self) -> Tensor:
-        """[B] weight (credit) of each sample."""
+    def mean_weight(self) -> Tensor:
+        """[B] weight (credit) of each sample, of token weights their mean: for statistics."""
         return read_column(self.batch, "weight", "collate it with collate_saw_items")
+
+    @property
+    def weight(self) -> Tensor:
+        """[B] weight (credit) of each sample, for losses that weigh whole answers. Raises DataError
+        if the tokens of the batch have weights of their own."""
+        if TOKEN_WEIGHT in self.batch:
+            raise DataError(
+                f"the batch has {TOKEN_WEIGHT}, credit for each token, but this loss weighs whole answers; "
+                "use a loss per token, such as TokenClippedSurrogateLoss, or a credit assigner of one number a step"
+            )
+        return self.mean_weight
 
     @cached_property
     def token_weight(self) -> Tensor:
         """[B, T - 1] weight (credit) of each next token: the batch's `token_weight`, which has the
         layout of `input_ids`; without one [B, 1], the weight of the sample."""
-        if "token_weight" not in self.batch:
+        if TOKEN_WEIGHT not in self.batch:
             return self.weight[:, None]
-        weight: Tensor = self.batch["token_weight"]
+        weight: Tensor = self.batch[TOKEN_WEIGHT]
         return self._by_sample(weight[:, 1:])
 
     def sample_column(self, name: str) -> Tensor:

@@ -17,7 +17,7 @@ from ludic.training.loss.statistics import masked_means, policy_stats, populatio
 @dataclass
 class SAPOLoss(ActionLoss):
     """L = -mean_b sum_t (4 / tau_b) sigmoid(tau_b (r_bt - 1)) A_b; r_bt is the ratio of token t,
-    tau_b is tau_pos if A_b > 0, else tau_neg.
+    tau_b is tau_pos if A_b > 0, else tau_neg. A batch with `token_weight` has A_bt in place of A_b.
 
     Soft Adaptive Policy Optimization (arXiv:2511.20347). The gradient is
     4 p (1 - p) r_bt A_b grad log pi_bt, where p is the sigmoid. At r = 1 it equals the gradient of
@@ -39,7 +39,7 @@ class SAPOLoss(ActionLoss):
         check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
-        advantage = shared.weight[:, None]
+        advantage = shared.token_weight
         tau = torch.where(advantage > 0, self.tau_pos, self.tau_neg)
         gate = torch.sigmoid(tau * (shared.ratio - 1.0))
         objective = 4.0 / tau * gate * advantage

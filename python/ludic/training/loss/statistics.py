@@ -66,7 +66,7 @@ def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
     """The statistics of every loss with token ratios [B, T - 1]. `kl_actor_policy` is computed from
     the ratios without a cap."""
-    advantage = shared.weight
+    advantage = shared.mean_weight
     return {
         **masked_means(shared, ratio_mean=ratio, kl_actor_policy=actor_policy_kl(shared.log_ratio)),
         "ratio_std": population_std(ratio, shared.token_mask),

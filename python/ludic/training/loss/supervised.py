@@ -18,7 +18,7 @@ class MaskedCausalLMCrossEntropyLoss(ActionLoss):
 
     Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
     all action tokens, as is usual for causal language models. If the batch has no `weight`, every
-    weight is 1.
+    weight is 1. A batch with `token_weight` has w_bt in place of w_b.
     """
 
     length_normalize: bool = True

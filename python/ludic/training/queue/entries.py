@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 from ludic.errors import DataError, DataTypeError, check_value
 from ludic.files.json_values import to_builtin
-from ludic.training.batching.packing import read_fractions
 from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
 from ludic.training.rollouts.episodes import (
@@ -416,7 +415,6 @@ def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: 
         raise EntryError(f"the entry has {len(content.samples.meta)} samples; it must have 1 to {limits.max_rollouts}")
     try:
         items = unpack_samples(content.samples, content.table, is_foreign=True)
-        read_fractions(items)
     except DataError as error:
         raise EntryError(str(error)) from error
     for item in items:

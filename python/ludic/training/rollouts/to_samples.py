@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import pstdev
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ludic.columns import Column, int_column, mask_column, mean_or_zero
 from ludic.errors import DataError
 from ludic.training.rollouts.episodes import PlayedRollouts, is_reward, trace_columns
-from ludic.training.types import ActorTokenLogps, CreditAssigner, SampleAttachments, SampleFilter, SAWBatch, SAWItem
+from ludic.training.types import TOKEN_WEIGHT, ActorTokenLogps, CreditAssigner, SampleAttachments, SampleFilter, SAWBatch, SAWItem
 from ludic.types import TRACE_KEYS, Rollout, Step, TokenTrace, group_of, stored
 
 
@@ -24,7 +24,8 @@ def batch_from_rollouts(
     the log.
 
     Raises KeyError for a step without a weight; DataError for a weight or reward that is not
-    finite, and for a step without a token trace or without the requested log-probabilities.
+    finite, for another number of token weights than sampled tokens, and for a step without a token
+    trace or without the requested log-probabilities.
     """
     weights = credit_assigner.compute(rollouts)
     items = []
@@ -32,10 +33,11 @@ def batch_from_rollouts(
         for step in rollout.steps:
             if (rollout.id, step.index) not in weights:
                 raise KeyError(f"the credit assigner gave no weight for rollout {rollout.id}, step {step.index}")
-            weight = check_weight(weights[rollout.id, step.index], rollout, step)
+            weight, columns = read_weight(weights[rollout.id, step.index], rollout, step)
             items.append(sample_from_step(rollout, step, weight))
+            items[-1].attachments.token_columns.update(columns)
     for rollout in rollouts:
-        credit = [float(weights[rollout.id, step.index]) for step in rollout.steps]
+        credit = [float(np.mean(weights[rollout.id, step.index])) for step in rollout.steps]
         rollout.meta["engine"] = {**(rollout.meta.get("engine") or {}), "credit": credit}
     retained = items if sample_filter is None else [item for item in items if sample_filter(item)]
     meta = {
@@ -138,9 +140,18 @@ def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
     return step.trace
 
 
-def check_weight(weight: float, rollout: Rollout, step: Step) -> float:
-    """Return the weight of a step as a float. Raises DataError unless it is finite."""
-    weight = float(weight)
-    if not math.isfinite(weight):
-        raise DataError(f"the weight of rollout {rollout.id}, step {step.index} is {weight}; weights must be finite")
-    return weight
+def read_weight(weight: float | NDArray[Any], rollout: Rollout, step: Step) -> tuple[float, dict[str, NDArray[np.float64]]]:
+    """Return the weight of a step's sample and its token columns: of [A] weights of the sampled
+    tokens their mean, and the column `token_weight`. Raises DataError unless all are finite, and
+    for another number of them than the step has sampled tokens."""
+    values, where = np.asarray(weight, dtype=np.float64), f"rollout {rollout.id}, step {step.index}"
+    if not np.isfinite(values).all():
+        raise DataError(f"the weight of {where} is {values[~np.isfinite(values)].flat[0]}; weights must be finite")
+    if not values.ndim:
+        return float(values), {}
+    tokens = len(values) if step.trace is None else len(stored(step.trace, "completion_token_ids"))
+    if values.shape != (tokens,):
+        raise DataError(
+            f"{where} has weights of shape {list(values.shape)} for {tokens} sampled tokens; give one each, or a float"
+        )
+    return float(values.mean()) if tokens else 0.0, {TOKEN_WEIGHT: values}

@@ -24,15 +24,12 @@ from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training.rl_losses import GRPO_LOSS, IGNORED, SFT_LOSS, PPOLoss, grpo_loss, ppo_loss, sft_loss, sum_of_means
 from ludic.training import ranks
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import Fractions, MicroBatch, Rows
+from ludic.training.batching.packing import FRACTIONS, MicroBatch, Rows
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import Loss, as_loss, with_reported_loss
 from ludic.training.loss.batch import Batch, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.types import SAWItem
-
-TOKEN_COLUMNS = ("token_weight", "ref_log_probs")
-"""Columns of tokens that a table does not have."""
+from ludic.training.types import TOKEN_WEIGHT, SAWItem
 
 
 @dataclass(frozen=True)
@@ -46,9 +43,10 @@ class ColumnRows:
     shape: tuple[int, int]
     """Shape of `input_ids`."""
     table: _core.SampleTable
-    extra: dict[str, Tensor]
-    """Name -> [S] values of the tokens, or [N] `old_logp_mean`. `fraction` is the loss mask, if it
-    has other values than 0 and 1."""
+    """The rows, with the token columns `token_weight` and `ref_log_probs` if the batch has them,
+    and the loss mask as `action_fractions` if it has other values than 0 and 1."""
+    old_logp_mean: Tensor | None
+    """[N] `old_log_probs` of one value a row."""
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> ColumnRows:
@@ -72,34 +70,20 @@ class ColumnRows:
             weights.float().numpy(),
             None if per_token is None else per_token.reshape(-1)[places].float().numpy(),
         )
-        extra = {
-            "ref_log_probs": _optional(batch, "ref_log_probs"),
-            "token_weight": None if weights is advantages else advantages,
-        }
         columns = {
-            name: _check_tokens(name, value, ids).reshape(-1)[places].float()
-            for name, value in extra.items()
-            if value is not None
+            "ref_log_probs": _optional(batch, "ref_log_probs"),
+            TOKEN_WEIGHT: None if weights is advantages else advantages,
+            FRACTIONS: None if bool(((mask == 0) | (mask == 1)).all()) else mask,
         }
-        if old is not None and old.ndim == 1:
-            columns["old_logp_mean"] = _check_rows("old_log_probs", old, len(ends)).float()
-        if not bool(((mask == 0) | (mask == 1)).all()):
-            columns["fraction"] = mask.reshape(-1)[places]
-        return cls(places, ends, (ids.shape[0], ids.shape[1]), table, columns)
+        actions = places[mask.reshape(-1)[places] != 0]
+        for name, value in columns.items():
+            if value is not None:
+                table = table.with_token_column(name, _check_tokens(name, value, ids).reshape(-1)[actions].float().numpy())
+        means = _check_rows("old_log_probs", old, len(ends)).float() if old is not None and old.ndim == 1 else None
+        return cls(places, ends, (ids.shape[0], ids.shape[1]), table, means)
 
     def begins(self, row: int) -> int:
         return int(self.ends[row - 1]) if row else 0
-
-    def tokens(self, column: Tensor, row: int) -> Tensor:
-        """The values of one row of a column [S]."""
-        return column[self.begins(row) : int(self.ends[row])]
-
-    def fractions(self) -> Fractions:
-        """What the predicted action tokens of each row count for; empty if each counts 1."""
-        if "fraction" not in self.extra:
-            return {}
-        rows = (self.tokens(self.extra["fraction"], row)[1:] for row in range(len(self.ends)))
-        return {row: values[values != 0] for row, values in enumerate(rows)}
 
     def spread(self, logps: Mapping[int, Tensor]) -> Tensor:
         """[B, T] in the layout of `input_ids`, from row -> log-probabilities of its tokens after
@@ -117,22 +101,14 @@ class ColumnMiniBatch(MiniBatch):
     def __init__(self, rows: ColumnRows, cfg: TrainerConfig) -> None:
         self.columns = rows
         names = [SAWItem([], [], [], 0.0, {"rollout_id": f"row {number}"}) for number in range(len(rows.table))]
-        super().__init__(MacroBatch(names, rows.table, 0, 0, fractions=rows.fractions()), np.arange(len(rows.table)), cfg)
+        super().__init__(MacroBatch(names, rows.table, 0, 0), np.arange(len(rows.table)), cfg)
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         micro_batch = super()._micro_batch(rows)
-        tensors, extra = micro_batch.tensors, self.columns.extra
-        like = tensors["input_ids"]
-        for name in TOKEN_COLUMNS:
-            if name in extra:
-                values = torch.zeros(like.shape)
-                for number, row in enumerate(rows):
-                    row_values = self.columns.tokens(extra[name], int(row))
-                    values[number, : len(row_values)] = row_values
-                tensors[name] = values.to(like.device)
-        if "old_logp_mean" in extra:
-            means = extra["old_logp_mean"][torch.from_numpy(rows)].to(like.device)
-            tensors["old_logp_action"] = sum_of_means(means, tensors["action_mask"])
+        if self.columns.old_logp_mean is not None:
+            mask = micro_batch.tensors["action_mask"]
+            means = self.columns.old_logp_mean[torch.from_numpy(rows)].to(mask.device)
+            micro_batch.tensors["old_logp_action"] = sum_of_means(means, mask)
         return micro_batch
 
 
