@@ -15,6 +15,7 @@ from ludic.inference.request import call_seed, derive_seed
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
 from ludic.training import EpisodicReturn, GroupNormalizedReturn, MonteCarloReturn
+from ludic.training.reward_functions import RewardFunctions
 from ludic.training.rollouts.to_samples import batch_from_rollouts
 
 
@@ -150,6 +151,17 @@ def test_every_model_call_is_a_step_whose_observations_connect():
     ]
     assert rollout.steps[0].info["chat_completion"] == {"role": "assistant", "content": "let me see", "tool_calls": DOUBLE[1]}
     assert [s.terminated for s in rollout.steps] == [False, False, False, True]
+
+
+def test_reward_functions_see_the_calls_and_each_result():
+    calls = [call("double", '{"n": 4}'), call("double", '{"n": 8}', 1)]
+    acting, _ = agent(("let me see", calls), "8")
+    [played] = play(SingleAgentProtocol(acting).run(env=Counting(), max_steps=1, inference=FOR_RL))
+    played.steps[-1].info["row"] = {"prompt": "double 4 and 8"}
+    seen = []
+    functions = RewardFunctions(lambda completions, tool_calls, tool_results: seen.append((tool_calls, tool_results)) or [1.0])
+    assert play(functions.score([played])) == {}
+    assert seen == [([calls], [["8", "16"]])]
 
 
 def test_steps_before_an_unparsable_answer_are_kept():

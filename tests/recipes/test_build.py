@@ -24,6 +24,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
 from ludic.training.presets import make_cispo
 from ludic.training.presets.registry import REGISTRY
+from ludic.training.process_rewards import ProcessReward
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 
@@ -63,6 +64,27 @@ def test_the_algorithms_group_size_is_that_of_the_rollouts() -> None:
     assert isinstance(credit, GroupNormalizedReturn)
     assert credit.group_size == 4
     assert isinstance(build_algorithm(compose(["algorithm=reinforce"])).credit_assigner, MonteCarloReturn)
+
+
+def test_process_rewards_replace_the_algorithms_credit_and_keep_its_length_penalty() -> None:
+    settings = ["rollout.group_size=4", "process_reward={mode: as_is, gamma: 0.9, normalize: none}"]
+    credit = build_algorithm(compose(settings)).credit_assigner
+    assert credit == ProcessReward(4, "as_is", 0.9, "none")
+    dapo = build_algorithm(compose([*settings, "algorithm=dapo"]), max_completion_tokens=10).credit_assigner
+    assert dapo == OverlongPenalty(credit, 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["process_reward.mode=sum"], r"mode \('sum'\) .*returns"),
+        (["process_reward.gama=1"], r"process_reward\.gama: .*gamma"),
+        (["process_reward.mode=returns", "algorithm=maxent_grpo"], "process_reward .*maxent_grpo"),
+    ],
+)
+def test_process_rewards_that_cannot_be_are_refused(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_algorithm(compose(settings))
 
 
 @pytest.mark.parametrize("name", ["grpo", "maxent_grpo", "reinforce"])  # with and without a check of its own

@@ -195,6 +195,7 @@ class ReActAgent(ToolAgent):
             self._ctx.add_assistant_step(content, tool_calls)
             results = await self._run_tool_calls(tool_calls)
             info["chat_completion"] = {"role": "assistant", "content": content or "", "tool_calls": tool_calls}
+            info["tool_results"] = results
             self.intermediate_calls.append(IntermediateCall(response.text, info, trace, "\n".join(results)))
         raise AssertionError("the last call returns")
 

@@ -30,10 +30,11 @@ from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers import Controller, EntropyController, EntropySchedule, KLController, MetaController
 from ludic.training.controllers.entropy import check_reachable
+from ludic.training.credit_assignment import OverlongPenalty
 from ludic.training.filters import drop_incomplete_completions
 from ludic.training.presets.preprocess import add_info_seed
 from ludic.training.presets.registry import REGISTRY
-from ludic.training.reward_functions import CODE_REWARDS, required_arguments
+from ludic.training.reward_functions import CODE_REWARDS, RewardFunctions, required_arguments
 from ludic.training.types import SAWBatch
 from ludic.user_objects import import_named
 
@@ -100,7 +101,9 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
 
 def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
     """The task, with the recipe's reward model, if there is one, as its reward in training.
-    `tokenizer` is the policy's."""
+    `tokenizer` is the policy's; reward functions get it too."""
+    if isinstance(task.training_scorer, RewardFunctions):
+        task.training_scorer.tokenizer = tokenizer
     if recipe.reward_model is None:
         return task
     cfg = recipe.trainer
@@ -137,6 +140,14 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
     algorithm: RLAlgorithm = _call(make, {**known, **explicit}, "algorithm_args")
     if not isinstance(algorithm, RLAlgorithm):
         raise ConfigError(f"algorithm ({recipe.algorithm}) returned {type(algorithm).__name__}; it must return an RLAlgorithm")
+    if recipe.process_reward:
+        from ludic.training.process_rewards import ProcessReward
+
+        if algorithm.batch_credit is not None:
+            raise ConfigError(f"process_reward gives credit to tokens, and {recipe.algorithm} weighs whole answers; leave it out")
+        own = algorithm.credit_assigner
+        credit = _call(ProcessReward, {"group_size": derived["group_size"], **recipe.process_reward}, "process_reward")
+        algorithm = replace(algorithm, credit_assigner=replace(own, inner=credit) if isinstance(own, OverlongPenalty) else credit)
     if recipe.rollout.mask_truncated:
         then = [] if algorithm.preprocess is None else [algorithm.preprocess]
         algorithm = replace(algorithm, preprocess=compose_preprocess(_drop_incomplete, *then))

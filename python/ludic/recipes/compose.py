@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN_SECTIONS = (
     *("task.args", "algorithm_args", "reward_model_args", "report_args", "chat_template_kwargs", "model_init_kwargs"),
-    *("data", "reward", "eval_reward"),
+    *("data", "reward", "eval_reward", "process_reward"),
 )
 """Their keys are checked by what takes them as arguments."""
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys

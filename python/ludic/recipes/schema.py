@@ -268,8 +268,12 @@ class Recipe(CommonSettings):
     reward in training; held-out measurement keeps the task's reward."""
     reward_model_args: dict[str, Any] = field(default_factory=dict, metadata={"needs": "reward_model"})
     """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10;
-    subtracted from the score of an answer that hit the token limit), normalize, dtype,
-    micro_token_budget, batch_size, timeout_s."""
+    subtracted from the score of an answer that hit the token limit), step_end (text or token id:
+    each step that it ends gets a score), normalize, dtype, micro_token_budget, batch_size,
+    timeout_s."""
+    process_reward: dict[str, Any] = field(default_factory=dict)
+    """Credit of tokens, in place of the algorithm's, from rewards of places in an answer: mode
+    (returns, as_is), gamma, normalize (group, index, none). Empty: the algorithm's own credit."""
     algorithm: str = MISSING
     """A name of `ludic.training.presets.registry`, such as grpo; `ludic train --help` lists them.
     Or `package.module:function` of your own, which returns an `RLAlgorithm`."""

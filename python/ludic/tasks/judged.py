@@ -95,6 +95,7 @@ def judged_by(
     dtype: str = "float32",
     micro_token_budget: int = 16384,
     batch_size: int = 4096,
+    step_end: str | int | None = None,
     timeout_s: float = 600.0,
     max_seq_len: int | None = None,
 ) -> JudgedTask:
@@ -107,6 +108,7 @@ def judged_by(
         load_reward_model(source, dtype=dtype, device=device, micro_token_budget=micro_token_budget, max_seq_len=max_seq_len),
         batch_size=batch_size,
         policy_tokenizer=tokenizer,
+        step_end=step_end,
         normalize=normalize,
         timeout_s=timeout_s,
     )

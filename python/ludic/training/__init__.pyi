@@ -132,6 +132,7 @@ from ludic.training.presets import (
     make_scalerl_with_rm as make_scalerl_with_rm,
     make_sft as make_sft,
 )
+from ludic.training.process_rewards import ProcessReward as ProcessReward
 from ludic.training.reference import (
     AttachedReference as AttachedReference,
     CachedReference as CachedReference,

@@ -64,7 +64,7 @@ class EpisodicReturn:
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         if self.group_size is not None:
-            _group_positions(rollouts, self.group_size, allow_partial=self.allow_partial)
+            group_positions(rollouts, self.group_size, allow_partial=self.allow_partial)
         return _weights_by_step(rollouts, [_episode_return(rollout) for rollout in rollouts])
 
 
@@ -108,7 +108,7 @@ class GroupNormalizedReturn:
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
-        for members in _group_positions(rollouts, self.group_size, allow_partial=self.allow_partial):
+        for members in group_positions(rollouts, self.group_size, allow_partial=self.allow_partial):
             advantage = _subtract_mean([_episode_return(rollouts[i]) for i in members])
             if self.leave_one_out and len(members) > 1:
                 advantage = advantage * (len(members) / (len(members) - 1))
@@ -139,7 +139,7 @@ class HybridNormalizedReturn:
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
-        for members in _group_positions(rollouts, self.group_size, allow_partial=self.allow_partial):
+        for members in group_positions(rollouts, self.group_size, allow_partial=self.allow_partial):
             advantages[members] = _subtract_mean([_episode_return(rollouts[i]) for i in members])
         if len(rollouts):
             advantages = advantages / (advantages.std() + self.eps)
@@ -230,7 +230,7 @@ def group_key(meta: Mapping[str, Any], name: str) -> tuple[object, object]:
     return group, meta.get("agent_id")
 
 
-def _group_positions(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
+def group_positions(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
     """Indices of the rollouts of each group (`group_key`), in order of first appearance.
 
     Example: rollouts of groups a b a give [[0, 2], [1]].

@@ -1,12 +1,15 @@
 """Reward functions with the signature of TRL's, called once for all completions of a batch.
 
 `fn(prompts, completions, **columns) -> list[float | None]`, one element per completion; None means
-that the function does not apply to this completion. `prompts` and `completions` are lists of text,
-or of lists of messages if the data set has messages. Further keywords are the other columns of the
-data set, as lists, and `completion_ids`, `trainer_state`, `log_extra`, `log_metric` and `is_eval`
-(whether the completions are measured and not trained on). A function gets the keywords in its
-signature, or all if it has `**kwargs`. It can be a coroutine function; all coroutine functions of a
-batch run concurrently. A plain function blocks the thread that it runs in, and may have a deadline.
+that the function does not apply to this completion, and a list of (place, float) rewards places in
+it: positions in its `completion_ids`, or characters (start, end). `prompts` and `completions` are
+lists of text, or of lists of messages if the data set has messages. Further keywords are the other
+columns of the data set, as lists, and `completion_ids`, `trainer_state`, `log_extra`, `log_metric`
+and `is_eval` (whether the completions are measured and not trained on). A function gets the
+keywords in its signature, or all if it has `**kwargs`. If its signature has them, it also gets
+`tool_calls` and `tool_results`: lists of a completion's calls, in OpenAI's format, and of the texts
+that they returned. It can be a coroutine function; all coroutine functions of a batch run
+concurrently. A plain function blocks the thread that it runs in, and may have a deadline.
 
 `register_reward` names a function for the `reward` of a recipe; the built-in verifiers have names.
 """
@@ -24,6 +27,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeVar
 
 from ludic.envs.dataset_qa_env import prompt_shown
@@ -160,7 +164,7 @@ class RewardFunctions:
 
     A function that returns None for a completion is left out of its sum. The info of the last step
     has `rewards/NAME` for each function that applied, and `reward_log` with the values passed to
-    `log_extra` and `log_metric`.
+    `log_extra` and `log_metric`. Of answers that are trained on, places keep their rewards.
 
     A missing reward is an error of its rollout and never counts as 0: if no function applied, if an
     element is not finite or is an exception, or if a function raised. A function that raises is
@@ -185,9 +189,11 @@ class RewardFunctions:
         trainer_state: TrainerState | None = None,
         is_eval: bool = False,
         max_hung: int = MAX_HUNG_CALLS,
+        tokenizer: Any = None,
     ) -> None:
         """Both deadlines: seconds for one call with all completions of a batch. `is_eval`: the
-        rollouts are measured and not trained on. Functions with an argument of that name get it."""
+        rollouts are measured and not trained on. Functions with an argument of that name get it.
+        `tokenizer`: the policy's, for rewards of characters."""
         self.functions = list(functions) if isinstance(functions, Sequence) else [functions]
         self.weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
         if not self.functions:
@@ -199,7 +205,7 @@ class RewardFunctions:
         self.names = name_functions(self.functions)
         self.trainer_state = trainer_state or TrainerState()
         """Passed to functions with this argument."""
-        self.is_eval = is_eval
+        self.is_eval, self.tokenizer = is_eval, tokenizer
         for name, seconds in (("timeout_s", timeout_s), ("plain_timeout_s", plain_timeout_s)):
             check_value(name, seconds, optional=True, above=0, below=math.inf)
         self.timeout_s, self.plain_timeout_s = timeout_s, plain_timeout_s
@@ -309,7 +315,9 @@ class RewardFunctions:
     def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput], log: _Log) -> dict[str, Any]:
         rows = [entry.row for entry in inputs]
         names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion", "completion_ids"))
-        arguments: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+        named = [name for name in TOOLS if name in inspect.signature(function).parameters]
+        arguments: dict[str, Any] = {name: [_read_tools(entry.rollout, name) for entry in inputs] for name in named}
+        arguments |= {name: [row.get(name) for row in rows] for name in names}
         arguments |= {
             "prompts": [entry.row["prompt"] for entry in inputs],
             "completions": [entry.completion for entry in inputs],
@@ -330,13 +338,33 @@ class RewardFunctions:
             if isinstance(reward, Exception):
                 return reward
         each = zip(self.names, self.weights, rewards, strict=True)
-        applied = [(name, weight, reward) for name, weight, reward in each if isinstance(reward, float)]
+        applied = [(name, weight, reward) for name, weight, reward in each if isinstance(reward, float | list)]
         if not applied:
             return GradingError(f"every reward function returned None for the answer to {_shown_prompt(rollout)}")
+        sums = {name: each if isinstance(each, float) else math.fsum(part for _, part in each) for name, _, each in applied}
+        plain, located = [], []
+        for name, weight, reward in applied:
+            if isinstance(reward, float) or self.is_eval:
+                plain.append(weight * sums[name])
+                continue
+            from ludic.training.process_rewards import locate
+
+            try:
+                located += locate(rollout, [(place, weight * each) for place, each in reward], self.tokenizer)
+            except DataError as error:
+                return GradingError(f"reward function {name} returned {error} for {_shown_prompt(rollout)}")
         last = rollout.steps[-1]
-        last.reward += math.fsum(weight * reward for _, weight, reward in applied)
-        last.info.update({f"rewards/{name}": reward for name, _, reward in applied})
+        last.reward += math.fsum(plain)
+        for step, place in located:
+            step.reward += place[-1]
+            step.info.setdefault("process_rewards", []).append(place)
+        last.info.update({f"rewards/{name}": total for name, total in sums.items()})
         return None
+
+
+def _read_tools(rollout: Rollout, name: str) -> list[Any]:
+    infos = [{**step.info, **(step.info.get("chat_completion") or {})} for step in rollout.steps]
+    return [each for info in infos for each in info.get(name) or ()]
 
 
 class _Log:
@@ -393,8 +421,9 @@ def _shown_prompt(rollout: Rollout) -> str:
     return f"the prompt {text if len(text) <= SHOWN_PROMPT else text[: SHOWN_PROMPT - 3] + '...'!r}"
 
 
-Reward = float | None | Exception
-"""Result of one function for one completion: a number, None if it does not apply, or an error."""
+Reward = float | list[tuple[Any, float]] | None | Exception
+"""Result of one function for one completion: a number, (place, number)s, None if it does not apply,
+or an error."""
 
 
 class NoReward(GradingError):
@@ -420,6 +449,9 @@ def check_rewards(name: str, returned: Any, expected: int) -> list[Reward]:
 def _reward(element: Any) -> Reward:
     if element is None or isinstance(element, Exception):
         return element
+    if isinstance(element, list | tuple):
+        placed = list(map(_read_place, element))
+        return next((each for each in placed if isinstance(each, NoReward)), placed)
     if isinstance(element, str):
         return NoReward(f"the text {element!r}, where a reward must be a number or None,")
     try:
@@ -427,6 +459,17 @@ def _reward(element: Any) -> Reward:
     except (TypeError, ValueError, OverflowError):  # an integer beyond every float
         return NoReward(f"{element!r}, where a reward must be a number or None,")
     return number if math.isfinite(number) else NoReward(f"{number}, where a reward must be finite, or None,")
+
+
+def _read_place(pair: Any) -> Any:
+    """(position, reward) or ((start, end), reward); a `NoReward` for anything else."""
+    place, value = (pair[0], _reward(pair[1])) if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
+    ends: Any = place if isinstance(place, list | tuple) and len(place) == 2 else [place]
+    if isinstance(value, float) and all(isinstance(end, Integral) for end in ends):
+        return tuple(map(int, ends)) if len(ends) == 2 else int(ends[0]), value
+    return NoReward(
+        f"{[pair]!r}, where a reward must be a finite number or None, or a list of (position or (start, end), number),"
+    )
 
 
 def reward_failure(name: str, function: RewardFunction, error: Exception, entry: _FunctionInput) -> Exception:
@@ -452,7 +495,9 @@ def exit_error(error: SystemExit) -> Exception:
 
 
 RewardFunction = Callable[..., Any]
-PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval")
+TOOLS = ("tool_calls", "tool_results")
+"""Keywords of functions that name them, unless the data has columns of these names."""
+PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval", *TOOLS)
 """Keywords in addition to the columns of the data."""
 
 

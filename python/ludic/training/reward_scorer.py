@@ -16,7 +16,7 @@ from ludic.inference.prompts.template import ChatTemplate, read_template_kwargs
 from ludic.inference.reward_types import ScoringInput
 from ludic.training.credit_assignment import CombineMode, read_score, score_coefficients
 from ludic.training.types import RolloutScorer
-from ludic.types import Message, Rollout, read_list
+from ludic.types import Message, Rollout, read_list, stored
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,16 @@ class RewardModelScorer:
     """Passed to the client. True: scores in (0, 1). False: the model's raw scores, for modes
     that use differences of scores."""
     timeout_s: float = 600.0
+    step_end: str | int | None = None
+    """Text or token id that ends a step. Then the sampled tokens of the last answer are scored up
+    to the end of each step, `meta[score_key + "_steps"]` has [token, score] of each, and the score
+    is their sum."""
 
     def __post_init__(self) -> None:
         check_value("batch_size", self.batch_size, least=1)
         check_value("timeout_s", self.timeout_s, above=0)
+        if self.step_end == "":
+            raise ConfigError("step_end ('') must be text that ends a step, such as a blank line, or the id of a token")
         # An object without `chat_template`, no transformers tokenizer, is assumed to have one.
         has_template = hasattr(self.tokenizer, "apply_chat_template") and getattr(self.tokenizer, "chat_template", "") is not None
         if self.use_chat_template and not has_template:
@@ -88,27 +94,30 @@ class RewardModelScorer:
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
         """Score the rollouts in place. Returns rollout id -> error for rollouts without a score."""
         errors: dict[str, Exception] = {}
-        inputs: dict[str, ScoringInput] = {}
+        inputs: dict[str, list[ScoringInput]] = {}
         for rollout in rollouts:
             rollout.meta.pop(self.score_key, None)
             try:
-                inputs[rollout.id] = self._model_input(rollout)
+                inputs[rollout.id] = self._model_inputs(rollout)
             except Exception as error:
                 errors[rollout.id] = _failure(error)
-        distinct = list(dict.fromkeys(inputs.values()))
+        distinct = list(dict.fromkeys(each for listed in inputs.values() for each in listed))
         batches = [distinct[start : start + self.batch_size] for start in range(0, len(distinct), self.batch_size)]
         results = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
-        scores = dict(zip(distinct, (score for result in results for score in result), strict=True))
+        scores: dict[ScoringInput, Any] = dict(zip(distinct, (score for result in results for score in result), strict=True))
         for rollout in rollouts:
             if rollout.id not in inputs:
                 continue
             scored = inputs[rollout.id]
-            score = scores[scored]
-            if isinstance(score, Exception):
-                errors[rollout.id] = score
-            else:
-                rollout.meta[self.score_key] = score
-                rollout.meta[f"{self.score_key}_from"] = "text" if isinstance(scored, str) else "tokens"
+            found = [scores[each] for each in scored]
+            if failures := [score for score in found if isinstance(score, Exception)]:
+                errors[rollout.id] = failures[0]
+                continue
+            rollout.meta[self.score_key] = math.fsum(found)
+            rollout.meta[f"{self.score_key}_from"] = "text" if isinstance(scored[0], str) else "tokens"
+            if self.step_end is not None:
+                before = 1 + len(stored(rollout.steps[-1].trace, "prompt_token_ids"))
+                rollout.meta[f"{self.score_key}_steps"] = [[len(i) - before, s] for i, s in zip(scored, found, strict=True)]
         return errors
 
     async def _score_batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
@@ -131,6 +140,18 @@ class RewardModelScorer:
             return [*await self._score_batch(inputs[:middle]), *await self._score_batch(inputs[middle:])]
         except Exception as error:
             return [_failure(error)] * len(inputs)
+
+    def _model_inputs(self, rollout: Rollout) -> list[ScoringInput]:
+        if self.step_end is None:
+            return [self._model_input(rollout)]
+        from ludic.training.process_rewards import find_step_ends
+
+        trace = rollout.steps[-1].trace if rollout.steps else None
+        if trace is None or not self._reads_ids():
+            raise DataError(f"step_end ({self.step_end!r}) needs a reward model that reads sampled ids; pass policy_tokenizer")
+        prompt, answer = read_list(trace, "prompt_token_ids"), read_list(trace, "completion_token_ids")
+        ends = find_step_ends(answer, self.step_end, self.policy_tokenizer)
+        return [(*prompt, *answer[: end + 1]) for end in ends]
 
     def _model_input(self, rollout: Rollout) -> ScoringInput:
         if not rollout.steps:
@@ -163,7 +184,8 @@ class RewardModelReward:
     The return becomes `combine_score(mode, return, score)`: every step's reward is scaled, and the
     offset is added to the last step. `before` is a scorer that runs first, such as
     `RewardFunctions`; its rewards are part of the return that is combined. The info of the last
-    step has both parts: `rewards/task` and `rewards/reward_model`.
+    step has both parts: `rewards/task` and `rewards/reward_model`. With `scorer.step_end`, parts of
+    the offset have places, for `ProcessReward`. Those of `before` keep theirs if the scale is 1.
 
     `unfinished_penalty` is subtracted from the score of a rollout with a last answer that reached
     the token limit. A reward model is trained on finished answers, and its scores of other answers
@@ -179,6 +201,8 @@ class RewardModelReward:
 
     def __post_init__(self) -> None:
         check_value("mode", self.mode, choices=get_args(CombineMode))
+        if self.mode == "multiply" and self.scorer.step_end is not None:
+            raise ConfigError("mode (multiply) needs one score, and step_end gives several; set mode=replace, or add")
         check_value("unfinished_penalty", self.unfinished_penalty, "it is subtracted", least=0, below=math.inf)
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
@@ -199,7 +223,12 @@ class RewardModelReward:
         scale, offset = score_coefficients(self.mode, judged, rm_coeff=self.rm_coeff, alpha=self.alpha)
         for step in rollout.steps:
             step.reward *= scale
+            if scale != 1:
+                step.info.pop("process_rewards", None)
         last.reward += offset
+        for token, each in rollout.meta.get(f"{self.scorer.score_key}_steps", ()):
+            _, part = score_coefficients(self.mode, each, rm_coeff=self.rm_coeff, alpha=self.alpha)
+            last.info.setdefault("process_rewards", []).append([token, token, part])
         last.info.update({SCORE_INFO: score, TASK_REWARD_INFO: task})
 
 
