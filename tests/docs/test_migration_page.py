@@ -1,14 +1,27 @@
 """docs/migration.md: every other name behaves as its row says."""
 
+import math
 import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer as HuggingFaceTrainer
 
 from ludic.errors import ConfigError
 from ludic.recipes.foreign_names import ARGUMENTS, INSTEAD, OPENRLHF, OTHERS, REASONS, SETTINGS, VERL
-from ludic.training import ClippedSurrogateLoss, TrainerConfig, make_bradley_terry
+from ludic.training import (
+    ClippedSurrogateLoss,
+    ReferenceKLLoss,
+    SharedContext,
+    TrainerConfig,
+    TruncatedImportanceSampling,
+    make_bradley_terry,
+    make_grpo,
+)
+from ludic.training.backend.torch import build_optimizer
+from ludic.types import Rollout, Step
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
 
@@ -38,6 +51,81 @@ def test_settings_by_model_size_are_valid():
 def test_the_tables_of_names_are_those_of_the_errors():
     tables = "\n".join(write_tables())
     assert tables in PAGE, f"the tables of docs/migration.md must be:\n{tables}"
+
+
+def test_the_measured_differences_are_those_of_the_page():
+    page = " ".join(PAGE.split())
+    assert "1.069 for 8" in page
+    here, there = (
+        advantage(make_grpo(group_size=8, normalize=kind).credit_assigner, [1, 0, 0, 0, 0, 1, 0, 0])
+        for kind in ("population", "sample")
+    )
+    assert here / there == pytest.approx(math.sqrt(8 / 7), abs=1e-6)
+
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    decayed_there = HuggingFaceTrainer.get_decay_parameter_names(None, model)
+    assert [name for name, _ in model.named_parameters() if name not in decayed_there] == [
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.norm.weight",
+    ]
+    assert norm_after(model, TrainerConfig(lr=1e-3)) == pytest.approx(0.99, abs=1e-4)  # (1 - 1e-3 * 1e-2) ** 1000
+    assert norm_after(model, TrainerConfig(lr=1e-3, decay_biases_and_norms=False)) == 1.0
+    assert "is .99 after 1,000 steps" in page
+
+    assert kl_gradient(None) == pytest.approx(2 * kl_gradient(TruncatedImportanceSampling()))
+    assert "half of its gradient" in page
+
+    for normalizer, mean in (("samples", 2.0), ("tokens", 1.0)):  # answers of 1 and 3 tokens, each with a KL of 1
+        penalty = make_grpo(group_size=2, reference_kl=1.0, kl_estimator="k1", normalizer=normalizer).loss.terms[1].loss
+        assert penalty.compute_from(shared_context(logp=1.0))[0].item() == mean
+    assert "4 / 2 = 2, and one mean over all tokens 4 / 4 = 1" in page
+
+
+def advantage(assigner, rewards):
+    """The advantage of the first answer of a group."""
+    rollouts = [Rollout(steps=[Step(0, "", "", None, r, False, True)], meta={"request_meta": {"group_id": "g"}}) for r in rewards]
+    return assigner.compute(rollouts)[rollouts[0].id, 0]
+
+
+def norm_after(model, cfg, steps=1000):
+    """A norm's weight, 1 at first, after steps without a gradient."""
+    weight = model.model.norm.weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+    optimizer = build_optimizer(model, cfg)
+    weight.grad = torch.zeros_like(weight)
+    for _ in range(steps):
+        optimizer.step()
+    return weight.detach()[0].item()
+
+
+def shared_context(logp=0.0, correction=None):
+    """Answers of 1 and 3 tokens, whose log-probabilities are above the reference's by `logp`. The
+    sampler gave each token twice the probability, so that a correction's weight is 1/2."""
+    mask = torch.tensor([[0.0, 1, 0, 0], [0, 1, 1, 1]])
+    logits = torch.zeros(2, 4, 2, requires_grad=True)
+    token = math.log(0.5)
+    batch = {
+        "input_ids": torch.zeros(2, 4, dtype=torch.long),
+        "attention_mask": torch.ones(2, 4, dtype=torch.long),
+        "action_mask": mask,
+        "weight": torch.ones(2),
+        "actor_logps": mask * (token + math.log(2)),
+        "proximal_logps": mask * token,
+        "reference_logps": mask * (token - logp),
+    }
+    return SharedContext(logits, batch, correction=correction)
+
+
+def kl_gradient(correction):
+    """The size of the gradient of the KL term."""
+    shared = shared_context(logp=1.0, correction=correction)
+    loss, _ = ReferenceKLLoss(1.0).compute_from(shared)
+    loss.backward()
+    return float(shared.logits.grad.abs().sum())
 
 
 def write_tables():

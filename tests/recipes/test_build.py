@@ -11,7 +11,7 @@ from chat_tokenizers import merging_tokenizer
 from ludic.cli import app as cli
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.recipes.build import build_algorithm, build_episodic_task, build_task, build_trainer_config
+from ludic.recipes.build import build_algorithm, build_episodic_task, build_task, build_trainer_config, normalize_each
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.epochs_schema import compose_rm, compose_sft
 from ludic.recipes.model import build_policy, build_reward_model, make_small_model
@@ -22,9 +22,11 @@ from ludic.tasks import DigitSort
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
+from ludic.training.group_credit import EachRewardNormalized
 from ludic.training.presets import make_cispo
 from ludic.training.presets.registry import REGISTRY
 from ludic.training.process_rewards import ProcessReward
+from ludic.training.reward_functions import RewardFunctions
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 
@@ -260,3 +262,42 @@ def test_the_numbers_of_a_task_are_whole(monkeypatch, number, remedy):
     monkeypatch.setattr(DigitSort, "max_new_tokens", number)
     with pytest.raises(ConfigError, match=rf"max_new_tokens .*task sort \(.*\) .*at least 1{remedy}"):
         build_episodic_task(compose(["sort"]))
+
+
+REWARDS = RewardFunctions([lambda completions: [], len], [1.0, 0.5])
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "dapo"])
+def test_rewards_are_normalised_apart_inside_the_credit_of_an_algorithm(name: str) -> None:
+    recipe = compose([f"algorithm={name}", "algorithm_args.normalize=sample"])
+    algorithm = build_algorithm(recipe, max_completion_tokens=50)
+    credit = normalize_each(algorithm, REWARDS).credit_assigner
+    before = algorithm.credit_assigner
+    if isinstance(credit, OverlongPenalty):
+        credit, before = credit.inner, before.inner
+    assert credit == EachRewardNormalized(before, {"<lambda>": 1.0, "len": 0.5})
+    assert credit.inner.normalize == "sample"
+
+
+@pytest.mark.parametrize(("name", "scorer"), [("rloo", REWARDS), ("dr_grpo", REWARDS), ("remax", REWARDS), ("grpo", None)])
+def test_rewards_that_cannot_be_normalised_apart_are_refused(name: str, scorer: RewardFunctions | None) -> None:
+    with pytest.raises(ConfigError, match=rf"reward_normalize \(each\) needs reward functions.*{name}$"):
+        normalize_each(build_algorithm(compose([f"algorithm={name}"])), scorer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reward_normalize=each"], r"reward_normalize \(each\) needs reward"),
+        (["reward_normalize=apart", "reward=math"], r"reward_normalize \(apart\) must be one of sum, each"),
+    ],
+)
+def test_the_setting_of_several_rewards_is_checked(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(arguments)
+
+
+@pytest.mark.parametrize("argument", ["rollout.over_sampling_factor=2", "place.actors=1", "info_seed.num_seeds=2"])
+def test_a_greedy_answer_in_each_group_needs_whole_groups(argument: str) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm \(remax\) adds a greedy answer"):
+        build_algorithm(compose(["algorithm=remax", argument]))

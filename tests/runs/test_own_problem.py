@@ -6,6 +6,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import train_until
@@ -28,6 +29,10 @@ def vowels(completions, **columns):
 
 async def short(completions, limit, **columns):
     return [float(len(text) <= most) if most else None for text, most in zip(completions, limit)]
+
+
+def odd(completion_ids, **columns):
+    return [sum(token % 2 for token in ids) / 4 for ids in completion_ids]
 
 
 def chatty(prompts, completions, **columns):
@@ -105,6 +110,29 @@ def trained(*arguments: str) -> str:
     result = train(*arguments)
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def test_several_rewards_are_normalised_apart(model: Path, here: Path) -> None:
+    rewards = ["reward=[own_problem_rewards:odd,own_problem_rewards:half]", "reward_weights=[1.0,0.1]"]
+    trained(f"model={model}", "data=problems.jsonl", *rewards, "reward_normalize=each", "steps=1")
+    lines = [json.loads(line) for line in (here / "run" / "rollouts.jsonl").read_text().splitlines()]
+    credit = [line["meta"]["engine"]["credit"][0] for line in lines]
+    odd = [line["steps"][-1]["info"]["rewards/odd"] for line in lines]
+    # `half` adds 0; of the other, centred and scaled in its group, the batch's deviation is 1
+    assert len(set(odd)) > 1
+    groups = [np.array(odd[i : i + 4]) for i in (0, 4)]
+    total = np.concatenate([(group - group.mean()) / (group.std() + 1e-8) for group in groups])
+    assert credit == pytest.approx(total / total.std(), abs=1e-5)
+
+
+def test_remax_plays_a_greedy_answer_in_each_group_and_does_not_train_it(model: Path, here: Path) -> None:
+    shown = trained(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "algorithm=remax")
+    assert "2 steps of 2 problems x 5 answers" in shown
+    lines = [json.loads(line) for line in (here / "run" / "rollouts.jsonl").read_text().splitlines()]
+    greedy = [line for line in lines if line["meta"]["request_meta"].get("greedy")]
+    assert (len(lines), len(greedy)) == (20, 4)
+    assert [line["meta"]["engine"]["credit"] for line in greedy] == [[0.0]] * 4
+    assert summary()["samples"]["trained"] <= 16
 
 
 def summary(run: str = "run") -> dict:

@@ -13,6 +13,7 @@ import torch
 
 from ludic.agents.tool_agent import ToolUse, find_tools
 from ludic.errors import ConfigError, check_value, did_you_mean
+from ludic.recipes.actors import uses_pool, uses_queue
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.recipes.sections import CallbacksSection, ControllersSection, RLCallbacksSection, build_info_seed, check_reference
@@ -30,12 +31,13 @@ from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers import Controller, EntropyController, EntropySchedule, KLController, MetaController
 from ludic.training.controllers.entropy import check_reachable
-from ludic.training.credit_assignment import OverlongPenalty
+from ludic.training.credit_assignment import GroupNormalizedReturn, OverlongPenalty
 from ludic.training.filters import drop_incomplete_completions
+from ludic.training.group_credit import EachRewardNormalized
 from ludic.training.presets.preprocess import add_info_seed
 from ludic.training.presets.registry import REGISTRY
 from ludic.training.reward_functions import CODE_REWARDS, RewardFunctions, required_arguments
-from ludic.training.types import SAWBatch
+from ludic.training.types import RolloutScorer, SAWBatch
 from ludic.user_objects import import_named
 
 C = TypeVar("C", bound=TrainerConfig)
@@ -148,10 +150,25 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
         own = algorithm.credit_assigner
         credit = _call(ProcessReward, {"group_size": derived["group_size"], **recipe.process_reward}, "process_reward")
         algorithm = replace(algorithm, credit_assigner=replace(own, inner=credit) if isinstance(own, OverlongPenalty) else credit)
+    if algorithm.greedy_baseline and (uses_queue(recipe) or uses_pool(recipe) or info_seed is not None):
+        others = "place.actors, queue.url, rollout.over_sampling_factor, rollout.group_filter and info_seed"
+        raise ConfigError(f"algorithm ({recipe.algorithm}) adds a greedy answer to each group; leave out {others}")
     if recipe.rollout.mask_truncated:
         then = [] if algorithm.preprocess is None else [algorithm.preprocess]
         algorithm = replace(algorithm, preprocess=compose_preprocess(_drop_incomplete, *then))
     return algorithm if "info_seed" in known else add_info_seed(algorithm, info_seed)
+
+
+def normalize_each(algorithm: RLAlgorithm, scorer: RolloutScorer | None) -> RLAlgorithm:
+    """The algorithm, with credit that normalises the scorer's reward functions apart. Raises
+    ConfigError without such functions, or for an algorithm that does not normalise in groups."""
+    credit = algorithm.credit_assigner
+    inner = credit.inner if isinstance(credit, OverlongPenalty) else credit
+    if not (isinstance(scorer, RewardFunctions) and isinstance(inner, GroupNormalizedReturn) and inner.normalize_adv):
+        needed = "reward functions, and an algorithm that normalises rewards in groups, such as grpo"
+        raise ConfigError(f"reward_normalize (each) needs {needed}; the algorithm is {algorithm.name}")
+    apart = EachRewardNormalized(inner, dict(zip(scorer.names, scorer.weights, strict=True)))
+    return replace(algorithm, credit_assigner=replace(credit, inner=apart) if isinstance(credit, OverlongPenalty) else apart)
 
 
 def _drop_incomplete(batch: SAWBatch) -> SAWBatch:

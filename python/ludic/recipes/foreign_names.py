@@ -146,6 +146,7 @@ algorithm_args.clip_eps_low, and clip_eps_high, which has a default of its own <
 algorithm=NAME, such as grpo, dapo, dr_grpo, cispo or sapo <- loss_type
 algorithm=gspo for sequence <- importance_sampling_level
 algorithm_args.group_normalize_adv=false for none; batch has no counterpart <- scale_rewards
+reward_normalize=each for normalize_then_sum <- multi_objective_aggregation
 algorithm_args.correction: truncated, masked or icepop <- vllm_importance_sampling_correction vllm_importance_sampling_mode
     vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap off_policy_mask_threshold
 loss.nll_coeff for the weight of sft <- loss_weights
@@ -213,7 +214,6 @@ there is no entropy term; algorithm=maxent_grpo keeps the variety of answers <- 
     entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
 every token of an answer is trained <- top_entropy_quantile
 there is no VESPO <- vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
-weighted rewards are summed before they are compared in a group <- multi_objective_aggregation
 rloo's advantages are not scaled, and rewards are clipped in the reward function <- normalize_advantages reward_clip_range
 the estimator is algorithm_args.kl_estimator <- use_bias_correction_kl
 the reference never changes while the policy is trained <- sync_ref_model ref_model_mixup_alpha ref_model_sync_steps

@@ -256,6 +256,9 @@ class Recipe(CommonSettings):
     answer between `<answer>` tags), or a list of these."""
     reward_weights: Any = None
     """One weight per reward function; null: 1 each."""
+    reward_normalize: str = setting("sum", choices=("sum", "each"), needs="reward", excludes="reward_model")
+    """`sum`: weighted sums of rewards are normalised. `each`: every reward in its group, and the
+    weighted sum of these over the batch (GDPO)."""
     eval_reward: Any = None
     """Reward functions of the held-out answers; null: `reward`, with `is_eval` true."""
     eval_reward_weights: Any = None

@@ -14,7 +14,7 @@ from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.actors import check_actors, check_over_sampling, uses_pool, uses_queue
-from ludic.recipes.build import add_reward_model, build_algorithm, build_episodic_task, build_trainer_config
+from ludic.recipes.build import add_reward_model, build_algorithm, build_episodic_task, build_trainer_config, normalize_each
 from ludic.recipes.compose import config_hash
 from ludic.recipes.model import add_adapters, build_policy, check_adapters, has_no_weights
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
@@ -105,6 +105,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             )
         task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
+        if recipe.reward_normalize == "each":
+            algorithm = normalize_each(algorithm, task.training_scorer)
         check_control(recipe, algorithm)
         check_rollouts(recipe, task)
         seed_everything(recipe.seed, threads=recipe.threads)
@@ -202,7 +204,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
 
     async def _reinforce(self) -> None:
         recipe, parts = self.recipe, self.parts
-        each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size + recipe.info_seed.num_seeds} answers"
+        answers = recipe.rollout.group_size + recipe.info_seed.num_seeds + parts.algorithm.greedy_baseline
+        each = f"{recipe.rollout.prompts} problems x {answers} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
         running = run_actors(recipe, self.directory.path, self.screen.note, self.stop, is_placed=self.is_placed)
@@ -275,8 +278,10 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if uses_queue(self.recipe):
             checkpoints = self.directory.checkpoints / REINFORCE
             return ActorBatches(self.recipe, self.directory, checkpoints, credit, self.stop, actors)
-        info_seed = build_info_seed(self.recipe.info_seed)
-        requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed, info_seed=info_seed)
+        info_seed, greedy = build_info_seed(self.recipe.info_seed), self.parts.algorithm.greedy_baseline
+        requests = make_training_requests(
+            self.parts.task, self.recipe.rollout, seed=self.recipe.seed, info_seed=info_seed, greedy=greedy
+        )
         engine = self._make_engine(trained=True, sampler=sampler)
         if uses_pool(self.recipe):
             self.screen.note(describe_over_sampling(self.recipe))

@@ -170,12 +170,15 @@ class PlayedBatches(RolloutBatchSource):
 
 class TrainingRequests:
     """The requests of each batch: `prompts` problems with `group_size` episodes each, and with one
-    for each seed of InfoSeed. Batch `k` depends only on the seed and `k`."""
+    for each seed of InfoSeed; `greedy` adds a greedy one. Batch `k` depends only on the seed and
+    `k`."""
 
-    def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int, info_seed: InfoSeed | None = None) -> None:
+    def __init__(
+        self, task: EpisodicTask, section: RolloutSection, *, seed: int, info_seed: InfoSeed | None = None, greedy: bool = False
+    ) -> None:
         self._task, self._section, self._seed = task, section, seed
         self._inference = make_training_inference(section, task)
-        self._strategy: RequestStrategy = GRPORequestStrategy(group_size=section.group_size)
+        self._strategy: RequestStrategy = GRPORequestStrategy(section.group_size, greedy)
         if info_seed is not None:
             self._strategy = SeedPrompts(section.group_size, info_seed)
         self.batches = 0
@@ -215,10 +218,8 @@ class PassRequests(TrainingRequests):
     """The requests for a task with a list of problems, `training`: passes over the list, each in
     an order that follows from the seed and the number of the pass."""
 
-    def __init__(
-        self, task: EpisodicTask, problems: ProblemList, section: RolloutSection, *, seed: int, info_seed: InfoSeed | None = None
-    ) -> None:
-        super().__init__(task, section, seed=seed, info_seed=info_seed)
+    def __init__(self, task: EpisodicTask, problems: ProblemList, section: RolloutSection, **settings: Any) -> None:
+        super().__init__(task, section, **settings)
         self._data = problems
         self._passes = Passes(len(problems.training), self._shuffle)
 
@@ -244,15 +245,14 @@ class PassRequests(TrainingRequests):
         super().load_state_dict(state)
 
 
-def make_training_requests(
-    task: Task | EpisodicTask, section: RolloutSection, *, seed: int, info_seed: InfoSeed | None = None
-) -> TrainingRequests:
-    """The requests for a task: draws if it generates problems, passes if it has a list of them."""
+def make_training_requests(task: Task | EpisodicTask, section: RolloutSection, **settings: Any) -> TrainingRequests:
+    """The requests for a task: draws if it generates problems, passes if it has a list of them.
+    `settings` are arguments of `TrainingRequests`: `seed`, `info_seed`, `greedy`."""
     played = as_episodic(task)
     problems = played.problem_list
     if problems is None:
-        return TrainingRequests(played, section, seed=seed, info_seed=info_seed)
-    return PassRequests(played, problems, section, seed=seed, info_seed=info_seed)
+        return TrainingRequests(played, section, **settings)
+    return PassRequests(played, problems, section, **settings)
 
 
 LOGGED_BYTES, FAILED_BYTES = "logged_bytes", "failed_bytes"

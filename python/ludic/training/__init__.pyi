@@ -70,6 +70,11 @@ from ludic.training.filters import (
     drop_truncated as drop_truncated,
     keep_all as keep_all,
 )
+from ludic.training.group_credit import (
+    EachRewardNormalized as EachRewardNormalized,
+    GreedyBaselineReturn as GreedyBaselineReturn,
+    PassAtKReturn as PassAtKReturn,
+)
 from ludic.training.loggers import (
     JSONLLogger as JSONLLogger,
     MlflowLogger as MlflowLogger,
@@ -123,9 +128,11 @@ from ludic.training.presets import (
     make_grpo_with_rm as make_grpo_with_rm,
     make_gspo as make_gspo,
     make_maxent_grpo as make_maxent_grpo,
+    make_pass_at_k as make_pass_at_k,
     make_reinforce as make_reinforce,
     make_reinforce_baseline as make_reinforce_baseline,
     make_reinforce_plus_plus as make_reinforce_plus_plus,
+    make_remax as make_remax,
     make_rloo as make_rloo,
     make_sapo as make_sapo,
     make_scalerl as make_scalerl,

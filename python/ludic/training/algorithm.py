@@ -87,6 +87,9 @@ class RLAlgorithm:
     rescores: Callable[[SAWItem], bool] | None = None
     """Whether a sample's reported log-probabilities belong to another prompt than it is trained on.
     They are replaced by the trainer's own, under the weights that the step begins with."""
+    greedy_baseline: bool = False
+    """Whether each group has one more answer, the greedy one (`GRPORequestStrategy(greedy=True)`),
+    for the credit; `preprocess` leaves it out."""
 
     def __post_init__(self) -> None:
         loss = adapted_loss(self, required=type(self).compute_loss is RLAlgorithm.compute_loss)

@@ -18,6 +18,9 @@ from ludic.types import Rollout, Step, group_of, stored
 
 Weights = dict[RolloutStepKey, float | NDArray[Any]]
 """(rollout id, step index) -> weight of the step, or [A] weights of its sampled tokens."""
+Scale = Literal["population", "sample", "mean"]
+"""What advantages are divided by: the standard deviation of the group, with squares divided by G or
+by G - 1, or its mean return."""
 
 
 @dataclass
@@ -83,8 +86,10 @@ class GroupNormalizedReturn:
     """A_i = R_i - mean(R of its group), at every step of rollout i (GRPO, arXiv:2402.03300, section
     4.1).
 
-    In this order: subtract the mean; clamp at 0 if `positive_only`; divide by (population standard
-    deviation of the group's advantages + `eps`) if `normalize_adv`. Rollouts with the same
+    In this order: subtract the mean; clamp at 0 if `positive_only`; divide by (standard deviation
+    of the group's advantages + `eps`) if `normalize_adv`. `normalize="sample"` is the deviation of
+    TRL and verl; "mean" divides by the group's mean return instead, as MaxRL (arXiv:2602.02710),
+    which approaches the gradient of the log-probability of a right answer. Rollouts with the same
     `meta["request_meta"]["group_id"]` and, with several agents, the same `agent_id` form a group. A
     group of equal returns gets exactly 0.
 
@@ -102,20 +107,23 @@ class GroupNormalizedReturn:
     eps: float = 1e-8
     allow_partial: bool = False
     leave_one_out: bool = False
+    normalize: Scale = "population"
 
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
+        check_value("normalize", self.normalize, choices=get_args(Scale))
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
         for members in group_positions(rollouts, self.group_size, allow_partial=self.allow_partial):
-            advantage = _subtract_mean([_episode_return(rollouts[i]) for i in members])
+            returns = [_episode_return(rollouts[i]) for i in members]
+            advantage = _subtract_mean(returns)
             if self.leave_one_out and len(members) > 1:
                 advantage = advantage * (len(members) / (len(members) - 1))
             if self.positive_only:
                 advantage = np.maximum(advantage, 0.0)
             if self.normalize_adv:
-                advantage = advantage / (advantage.std() + self.eps)
+                advantage = advantage / (_scale(self.normalize, returns, advantage) + self.eps)
             advantages[members] = advantage
         return _weights_by_step(rollouts, advantages.tolist())
 
@@ -218,6 +226,15 @@ def _subtract_mean(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[
     if np.all(values == values[0]):
         return np.zeros_like(values)
     return values - values.mean()
+
+
+def _scale(kind: Scale, returns: Sequence[float], advantage: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    """Raises DataError for the "mean" of a return below 0, which could turn the sign."""
+    if kind != "mean":
+        return float(advantage.std(ddof=kind == "sample" and len(advantage) > 1))
+    if min(returns) < 0:
+        raise DataError(f"normalize=mean divides by the mean of returns, which must be >= 0; a group has {min(returns)}")
+    return math.fsum(returns) / len(returns)
 
 
 def group_key(meta: Mapping[str, Any], name: str) -> tuple[object, object]:

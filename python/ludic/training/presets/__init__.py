@@ -4,6 +4,8 @@ preprocessing. `registry` lists them.
 Common arguments:
 
 - `group_size`: number of answers to one prompt, which are compared with each other.
+- `normalize`: what divides advantages, the standard deviation of a group, "population" or "sample"
+  (as in TRL and verl), or its "mean" (MaxRL, arXiv:2602.02710).
 - `positive_only`: set advantages below 0 to 0.
 - `drop_zero_weight`: drop samples with |weight| <= `drop_zero_weight_eps` before training.
 - `filter_zvp`: drop groups in which the standard deviation of the weights is at most

@@ -5,6 +5,7 @@ from ludic.training.presets.group_relative import (
     make_gmpo as make_gmpo,
     make_grpo as make_grpo,
     make_gspo as make_gspo,
+    make_pass_at_k as make_pass_at_k,
     make_sapo as make_sapo,
 )
 from ludic.training.presets.maxent import make_maxent_grpo as make_maxent_grpo
@@ -12,6 +13,7 @@ from ludic.training.presets.policy_gradient import (
     make_reinforce as make_reinforce,
     make_reinforce_baseline as make_reinforce_baseline,
     make_reinforce_plus_plus as make_reinforce_plus_plus,
+    make_remax as make_remax,
     make_rloo as make_rloo,
     make_sft as make_sft,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.credit_assignment import HybridNormalizedReturn
+from ludic.training.credit_assignment import HybridNormalizedReturn, Scale
 from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, LossTerm, Normalizer, TokenKLLoss, resolve_correction
 from ludic.training.loss.statistics import Estimator
 from ludic.training.presets.preprocess import add_reference_kl, check_group_size, check_ratios, group_return, token_mean
@@ -13,6 +13,7 @@ def make_cispo(
     *,
     group_size: int,
     group_normalize_adv: bool = True,
+    normalize: Scale = "population",
     positive_only: bool = False,
     clip_eps_low: float = 1e6,
     clip_eps_high: float = 0.2,
@@ -37,7 +38,7 @@ def make_cispo(
     """
     loss = CISPOLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer)
     penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, kl_estimator), reference_kl)
-    credit = group_return(group_size, group_normalize_adv, positive_only)
+    credit = group_return(group_size, group_normalize_adv, positive_only, normalize)
     checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(name, credit, penalised, checks, resolve_correction(correction), coefficients=coefficients)
 

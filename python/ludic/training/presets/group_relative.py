@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ludic.errors import ConfigError
-from ludic.training.algorithm import RLAlgorithm
-from ludic.training.credit_assignment import OverlongPenalty
+from ludic.training.algorithm import RLAlgorithm, validate_actor_logps
+from ludic.training.credit_assignment import OverlongPenalty, Scale
+from ludic.training.group_credit import PassAtKReturn
 from ludic.training.loss import (
     ClippedSurrogateLoss,
     Correction,
@@ -16,7 +17,7 @@ from ludic.training.loss import (
 )
 from ludic.training.loss.reference_kl import KLLevel
 from ludic.training.loss.statistics import Estimator
-from ludic.training.presets.preprocess import add_reference_kl, check_ratios, group_return
+from ludic.training.presets.preprocess import add_reference_kl, check_group_size, check_ratios, group_return
 from ludic.training.types import CreditAssigner
 
 
@@ -24,6 +25,7 @@ def make_grpo(
     *,
     group_size: int,
     group_normalize_adv: bool = True,
+    normalize: Scale = "population",
     positive_only: bool = False,
     clip_eps_low: float = 0.2,
     clip_eps_high: float = 0.27,
@@ -46,7 +48,7 @@ def make_grpo(
     """
     loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, ratio_clip, normalizer)
     penalised, coefficients = add_reference_kl(loss, reference_kl, kl_estimator, kl_level)
-    credit = group_return(group_size, group_normalize_adv, positive_only)
+    credit = group_return(group_size, group_normalize_adv, positive_only, normalize)
     checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(name, credit, penalised, checks, resolve_correction(correction), coefficients=coefficients)
 
@@ -81,6 +83,7 @@ def make_dr_grpo(
 def make_dapo(
     *,
     group_size: int,
+    normalize: Scale = "population",
     clip_eps_low: float = 0.2,
     clip_eps_high: float = 0.28,
     max_completion_tokens: int | None = None,
@@ -101,7 +104,7 @@ def make_dapo(
     there is no penalty. `overlong_buffer_tokens` is by default a fifth of it, as in the paper
     (4,096 of 20,480). Departure from the paper: dropped groups are not replaced by new samples.
     """
-    credit: CreditAssigner = group_return(group_size, normalize_adv=True)
+    credit: CreditAssigner = group_return(group_size, normalize_adv=True, normalize=normalize)
     if max_completion_tokens is not None:
         buffer = max_completion_tokens // 5 if overlong_buffer_tokens is None else overlong_buffer_tokens
         credit = OverlongPenalty(credit, max_completion_tokens, buffer, overlong_factor)
@@ -116,6 +119,7 @@ def make_gspo(
     *,
     group_size: int,
     group_normalize_adv: bool = True,
+    normalize: Scale = "population",
     positive_only: bool = False,
     clip_eps_low: float = 3e-4,
     clip_eps_high: float = 4e-4,
@@ -127,7 +131,7 @@ def make_gspo(
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """GSPO (arXiv:2507.18071): group-normalised returns, one clipped ratio per sequence."""
-    credit = group_return(group_size, group_normalize_adv, positive_only)
+    credit = group_return(group_size, group_normalize_adv, positive_only, normalize)
     loss = ClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize=length_normalize, ratio_clip=ratio_clip)
     checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
@@ -137,6 +141,7 @@ def make_sapo(
     *,
     group_size: int,
     group_normalize_adv: bool = True,
+    normalize: Scale = "population",
     positive_only: bool = False,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
@@ -148,7 +153,7 @@ def make_sapo(
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """SAPO (arXiv:2511.20347): group-normalised returns, a smooth gate on token ratios."""
-    credit = group_return(group_size, group_normalize_adv, positive_only)
+    credit = group_return(group_size, group_normalize_adv, positive_only, normalize)
     loss = SAPOLoss(tau_pos, tau_neg, length_normalize, normalizer)
     checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
@@ -158,6 +163,7 @@ def make_gmpo(
     *,
     group_size: int,
     group_normalize_adv: bool = True,
+    normalize: Scale = "population",
     positive_only: bool = False,
     clip_eps_low: float = 0.4,
     clip_eps_high: float = 0.4,
@@ -170,7 +176,25 @@ def make_gmpo(
 ) -> RLAlgorithm:
     """GMPO (arXiv:2507.20673): group-normalised returns, the geometric mean of clipped token
     ratios."""
-    credit = group_return(group_size, group_normalize_adv, positive_only)
+    credit = group_return(group_size, group_normalize_adv, positive_only, normalize)
     loss = GMPOLoss(clip_eps_low, clip_eps_high, length_normalize, ratio_clip)
     checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
+
+
+def make_pass_at_k(
+    *,
+    group_size: int,
+    k: int = 2,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.28,
+    normalizer: Normalizer = "tokens",
+    name: str = "pass_at_k",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """Pass@k training (arXiv:2508.10751) with its analytic advantages, for rewards of 0 and 1: one
+    of `k` answers must be right. As in the paper, the loss is DAPO's, without its filter and its
+    penalty. The default of `k`, the least that differs from GRPO, is ours."""
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, normalizer=normalizer)
+    credit = PassAtKReturn(check_group_size(group_size), k)
+    return RLAlgorithm(name, credit, loss, validate_actor_logps, resolve_correction(correction))

@@ -5,7 +5,7 @@ supervised fine-tuning.
 from __future__ import annotations
 
 from ludic.errors import ConfigError
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, compose_preprocess, validate_actor_logps
 from ludic.training.credit_assignment import (
     BatchNormalizedReturn,
     ConstantCredit,
@@ -13,6 +13,7 @@ from ludic.training.credit_assignment import (
     HybridNormalizedReturn,
     MonteCarloReturn,
 )
+from ludic.training.group_credit import GreedyBaselineReturn, drop_greedy
 from ludic.training.loss import (
     Correction,
     MaskedCausalLMCrossEntropyLoss,
@@ -82,6 +83,25 @@ def make_rloo(
     loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
     checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
+
+
+def make_remax(
+    *,
+    group_size: int,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    normalizer: Normalizer = "samples",
+    name: str = "remax",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """ReMax (arXiv:2310.10505): REINFORCE with the return of the greedy answer as the baseline.
+
+    Each group has `group_size` answers that are trained, one in the paper, and the greedy one,
+    which is not. The loss, and its departures from the paper: as `make_rloo`.
+    """
+    credit, checks = GreedyBaselineReturn(group_size + 1), compose_preprocess(drop_greedy, validate_actor_logps)
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, normalizer=normalizer)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction), greedy_baseline=True)
 
 
 def make_reinforce_plus_plus(

@@ -20,7 +20,7 @@ from ludic.training.algorithm import (
     validate_actor_logps,
 )
 from ludic.training.coefficients import Coefficient
-from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.credit_assignment import GroupNormalizedReturn, Scale
 from ludic.training.info_seed.seed_tags import SEED_ID, InfoSeed, seed_of, without_tags
 from ludic.training.loss import CompositeLoss, Loss, LossTerm, ReferenceKLLoss, SeedClassificationLoss, SeedContrastiveLoss
 from ludic.training.loss.info_seed import FixedSeedHead
@@ -47,9 +47,11 @@ def check_ratios(drop: bool, eps: float, *, flat_groups_eps: float | None = None
     return compose_preprocess(*steps, validate_actor_logps) if steps else validate_actor_logps
 
 
-def group_return(group_size: int, normalize_adv: bool, positive_only: bool = False) -> GroupNormalizedReturn:
+def group_return(
+    group_size: int, normalize_adv: bool, positive_only: bool = False, normalize: Scale = "population"
+) -> GroupNormalizedReturn:
     """Return the credit assigner for groups of at least 2."""
-    return GroupNormalizedReturn(check_group_size(group_size), normalize_adv=normalize_adv, positive_only=positive_only)
+    return GroupNormalizedReturn(check_group_size(group_size), normalize_adv, positive_only, normalize=normalize)
 
 
 def check_group_size(group_size: int) -> int:

@@ -24,6 +24,8 @@ from ludic.training.types import EnvSpec, ProtocolSpec, RequestsFn, RolloutReque
 Row = tuple[int, Any]
 """(index in the data set, sample)"""
 OnEmpty = Literal["raise", "return_empty"]
+GREEDY = "greedy"
+"""Key of the meta of a group's greedy member."""
 
 
 class RequestStrategy(Protocol):
@@ -52,10 +54,12 @@ class GRPORequestStrategy:
     `env_seed` 7 and `sampling_seed` 100, 101, 102.
 
     Seeds that are None in a request, and the group's id, are drawn from Python's global random
-    generator, whose state checkpoints save.
+    generator, whose state checkpoints save. `greedy`: a further member, the last, takes the most
+    likely tokens (`is_greedy`).
     """
 
     group_size: int
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
@@ -66,8 +70,17 @@ class GRPORequestStrategy:
         for request in requests:
             env_seed = random.getrandbits(32) if request.env_seed is None else request.env_seed
             sampling_seed = random.getrandbits(32) if request.sampling_seed is None else request.sampling_seed
-            members += _make_members(request, self.group_size, env_seed, sampling_seed, random.getrandbits(128))
+            members += _make_members(request, self.group_size + self.greedy, env_seed, sampling_seed, random.getrandbits(128))
+            if self.greedy:
+                last, spec = members[-1], request.inference or InferenceSpec()
+                sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+                members[-1] = replace(last, inference=replace(spec, sampling=sampling), meta={**last.meta, GREEDY: True})
         return members
+
+
+def is_greedy(meta: Mapping[str, Any]) -> bool:
+    """Whether a rollout or a sample is the greedy member of its group, read from its meta."""
+    return bool((meta.get("request_meta") or {}).get(GREEDY))
 
 
 def _make_members(
