@@ -28,6 +28,7 @@ LAYERS = [
         "ludic.training.rng",
         "ludic.training.watchdog",
         "ludic.training.credit_assignment",
+        "ludic.training.group_credit",
         "ludic.training.coefficients",
         "ludic.training.filters",
         "ludic.training.loss",

@@ -7,14 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ludic.errors import DataError, check_value
 from ludic.training.credit_assignment import EpisodicReturn, GroupNormalizedReturn, Weights, group_key
-from ludic.training.rollouts.requests import is_greedy
 from ludic.training.types import SAWBatch
 from ludic.types import Rollout
+
+GREEDY = "greedy"
+"""Key of the meta of a group's greedy member."""
 
 
 @dataclass
@@ -74,6 +77,11 @@ class GreedyBaselineReturn:
                 f"groups without a greedy answer: {len(without)}; expand requests with GRPORequestStrategy(greedy=True)"
             )
         return {key: value - greedy[groups[key[0]]] for key, value in returns.items()}
+
+
+def is_greedy(meta: Mapping[str, Any]) -> bool:
+    """Whether a rollout or a sample is the greedy member of its group, read from its meta."""
+    return bool((meta.get("request_meta") or {}).get(GREEDY))
 
 
 def drop_greedy(batch: SAWBatch) -> SAWBatch:

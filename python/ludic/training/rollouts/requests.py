@@ -18,14 +18,13 @@ from ludic.data.passes import Passes, shuffle_range
 from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted, check_value
 from ludic.inference.request import InferenceSpec
 from ludic.training.credit_assignment import check_group_size
+from ludic.training.group_credit import GREEDY
 from ludic.training.rollouts.group_ledger import check_number, damaged
 from ludic.training.types import EnvSpec, ProtocolSpec, RequestsFn, RolloutRequest
 
 Row = tuple[int, Any]
 """(index in the data set, sample)"""
 OnEmpty = Literal["raise", "return_empty"]
-GREEDY = "greedy"
-"""Key of the meta of a group's greedy member."""
 
 
 class RequestStrategy(Protocol):
@@ -55,7 +54,7 @@ class GRPORequestStrategy:
 
     Seeds that are None in a request, and the group's id, are drawn from Python's global random
     generator, whose state checkpoints save. `greedy`: a further member, the last, takes the most
-    likely tokens (`is_greedy`).
+    likely tokens.
     """
 
     group_size: int
@@ -76,11 +75,6 @@ class GRPORequestStrategy:
                 sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
                 members[-1] = replace(last, inference=replace(spec, sampling=sampling), meta={**last.meta, GREEDY: True})
         return members
-
-
-def is_greedy(meta: Mapping[str, Any]) -> bool:
-    """Whether a rollout or a sample is the greedy member of its group, read from its meta."""
-    return bool((meta.get("request_meta") or {}).get(GREEDY))
 
 
 def _make_members(
