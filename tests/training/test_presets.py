@@ -149,7 +149,7 @@ def test_every_preset_can_be_imported_from_the_package_and_the_algorithm_module(
             for make in (make_rloo, make_grpo, make_dr_grpo, make_dapo, make_gspo, make_sapo, make_gmpo, make_cispo, make_scalerl)
         ],
         (lambda: make_grpo(group_size=0), "group_size must be positive, got 0"),
-        (lambda: make_remax(group_size=0), r"group_size \(0\) must be >= 1"),
+        (lambda: make_remax(group_size=0), r"group_size \(0\) must be at least 1"),
         (lambda: make_pass_at_k(group_size=4, k=5), r"k \(5\) must be"),
         (lambda: make_reinforce_plus_plus(group_baseline=True), "needs group_size"),
         (lambda: make_dapo(group_size=G, overlong_buffer_tokens=5), "counts back from max_completion_tokens"),

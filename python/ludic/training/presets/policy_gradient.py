@@ -99,7 +99,7 @@ def make_remax(
     Each group has `group_size` answers that are trained, one in the paper, and the greedy one,
     which is not. The loss, and its departures from the paper: as `make_rloo`.
     """
-    check_value("group_size", group_size, "of answers that are trained", least=1)
+    check_value("group_size", group_size, "the greedy answer does not count", least=1)
     credit, checks = GreedyBaselineReturn(group_size + 1), compose_preprocess(drop_greedy, validate_actor_logps)
     loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, normalizer=normalizer)
     return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction), greedy_baseline=True)
