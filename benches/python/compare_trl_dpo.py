@@ -1,5 +1,5 @@
-"""Compares the value, the gradient and the metrics of ludic's DPO loss with those of TRL's
-DPOTrainer, on the same tokens, model and reference.
+"""Compares the value, the gradient and the metrics of ludic's losses of preferences with those of
+TRL's DPOTrainer, KTOTrainer, CPOTrainer and ORPOTrainer, on the same tokens, model and reference.
 
     PYTHONPATH=python .venv-trl/bin/python -m benches.python.compare_trl_dpo
 
@@ -7,8 +7,9 @@ TRL is not a dependency: it needs an environment of its own (`pip install trl==1
 pyproject.toml -c constraints.txt`), into which this imports ludic from the source tree. The batch
 is TRL's own; ludic packs its samples into micro-batches of pairs. Differences are the largest over
 the elements, each relative to the largest element of TRL's, or to 1 if that is smaller. TRL's
-`sigmoid` takes no label smoothing; its `robust` does. Both compute in float32: the last two columns
-are the differences of each one's value and gradient from the equation, row by row in float64.
+`sigmoid` takes no label smoothing; its `robust` does. The rows of KTO are single answers, and its
+KL divergence is compared too, with the metrics. Both compute in float32: the last two columns are
+the differences of each one's value and gradient from the equation, row by row in float64.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import copy
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,18 @@ CASES = [
     ("ipo, beta 0.5", {"loss_type": "ipo", "beta": 0.5}),
     ("robust, eps 0.1", {"loss_type": "robust", "beta": 0.1, "label_smoothing": 0.1}),
     ("sigmoid by length", {"loss_type": "sigmoid", "beta": 2.0, "length_normalize": True}),
+    ("kto", {"loss_type": "kto", "beta": 0.1}),
+    ("kto, weights 1.5 and 0.5", {"loss_type": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}),
+    ("cpo", {"loss_type": "cpo", "beta": 0.1, "cpo_alpha": 1.0}),
+    ("cpo, eps 0.1", {"loss_type": "cpo", "beta": 0.3, "cpo_alpha": 0.5, "label_smoothing": 0.1}),
+    ("simpo", {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0}),
+    ("simpo, alpha 0.3", {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.0, "cpo_alpha": 0.3}),
+    ("orpo", {"loss_type": "orpo", "beta": 0.1}),
+    ("orpo, beta 1", {"loss_type": "orpo", "beta": 1.0}),
 ]
-METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+METRICS = {"dpo": (*REWARDS, "logps/chosen", "logps/rejected"), "kto": (*REWARDS[:2], "logps/chosen", "logps/rejected", "kl")}
+"""Of the others REWARDS: their log-probabilities are means in TRL."""
 
 
 def main() -> None:
@@ -58,14 +69,16 @@ def compare(settings: Mapping[str, Any], seed: int) -> tuple[float, ...]:
         expected = trainer.compute_loss(model, batch)
         expected.backward()
         theirs = gradients(model)
-        logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+        logged = {
+            name: values[-1] for name, values in (getattr(trainer, "_metrics", None) or trainer._stored_metrics)["train"].items()
+        }
     model.zero_grad()
     items = list(read_items(batch))
     exact_value, exact = exact_step(make_model(seed).double(), make_model(seed + 1000).double(), items, settings)
     value, stats, micro_batches = run_ludic(model, reference, items, settings)
     assert micro_batches > 1
     ours = gradients(model)
-    metrics = max(relative(stats[f"train/{name}"], logged[name]) for name in METRICS)
+    metrics = max(relative(stats[f"train/{name}"], logged[name]) for name in METRICS.get(preset_of(settings), REWARDS))
     return (
         relative(value, expected.item()),
         largest_difference(ours, theirs),
@@ -73,6 +86,11 @@ def compare(settings: Mapping[str, Any], seed: int) -> tuple[float, ...]:
         max(relative(value, exact_value), largest_difference(ours, exact)),
         max(relative(expected.item(), exact_value), largest_difference(theirs, exact)),
     )
+
+
+def preset_of(settings: Mapping[str, Any]) -> str:
+    """The trainer of TRL: dpo, or the loss's own."""
+    return settings["loss_type"] if settings["loss_type"] in ("kto", "cpo", "simpo", "orpo") else "dpo"
 
 
 def relative(value: float, other: float) -> float:
@@ -89,15 +107,23 @@ def exact_step(model: Any, reference: Any, items: list[Any], settings: Mapping[s
     """The value and the gradient of the equation, each row by itself in float64, with nothing
     of ludic or TRL."""
 
+    def logps(item: Any, one: Any) -> Tensor:
+        ids = torch.tensor([item.input_ids])
+        return one(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
     def log_ratio(item: Any) -> Tensor:
-        ids, mask = torch.tensor([item.input_ids]), torch.tensor(item.action_mask)[1:].bool()
-        policy, fixed = (
-            one(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[mask, 0].sum() for one in (model, reference)
-        )
+        mask = torch.tensor(item.action_mask)[1:].bool()
+        policy, fixed = (logps(item, one)[mask].sum() for one in (model, reference))
         normalize = settings["loss_type"] == "ipo" or settings.get("length_normalize", False)
         return (policy - fixed.detach()) / (mask.sum() if normalize else 1)
 
     beta, eps = settings["beta"], settings.get("label_smoothing", 0.0)
+    if preset_of(settings) != "dpo":
+        loss = (
+            exact_kto(items, log_ratio, settings) if settings["loss_type"] == "kto" else exact_free(items, model, logps, settings)
+        )
+        loss.backward()
+        return loss.item(), gradients(model)
     half, value = len(items) // 2, 0.0
     for chosen, rejected in zip(items[:half], items[half:], strict=True):
         h = log_ratio(chosen) - log_ratio(rejected)
@@ -111,31 +137,84 @@ def exact_step(model: Any, reference: Any, items: list[Any], settings: Mapping[s
     return value, gradients(model)
 
 
+def exact_kto(items: list[Any], log_ratio: Callable[[Any], Tensor], settings: Mapping[str, Any]) -> Tensor:
+    from ludic.training import SAWItem
+
+    pairs = zip(items, [items[-1], *items[:-1]], strict=True)
+    ratios = []
+    for own, other in pairs:
+        a, b = own.action_mask.index(1), other.action_mask.index(1)
+        ids, mask = own.input_ids[:a] + other.input_ids[b:], own.action_mask[:a] + other.action_mask[b:]
+        ratios.append(log_ratio(SAWItem(ids, [1] * len(ids), mask, 1.0, {})).detach())
+    kl, losses = max(0.0, sum(float(ratio) for ratio in ratios) / len(ratios)), []
+    for item in items:
+        wanted = item.meta["role"] == "chosen"
+        weight = settings.get("desirable_weight" if wanted else "undesirable_weight", 1.0)
+        losses.append(weight * (1 - torch.sigmoid(settings["beta"] * (log_ratio(item) - kl) * (1 if wanted else -1))))
+    return torch.stack(losses).mean()
+
+
+def exact_free(items: list[Any], model: Any, logps: Callable[[Any, Any], Tensor], settings: Mapping[str, Any]) -> Tensor:
+    beta, eps, gamma, half = (
+        settings["beta"],
+        settings.get("label_smoothing", 0.0),
+        settings.get("simpo_gamma", 0.0),
+        len(items) // 2,
+    )
+    orpo, losses, nll = settings["loss_type"] == "orpo", [], []
+    for chosen, rejected in zip(items[:half], items[half:], strict=True):
+        each = [logps(item, model)[torch.tensor(item.action_mask)[1:].bool()] for item in (chosen, rejected)]
+        nll.append(-(logps(chosen, model) if orpo else each[0]))
+        c, r = (one.sum() if settings["loss_type"] == "cpo" else one.mean() for one in each)
+        if orpo:
+            losses.append(beta * torch.log1p(torch.exp(-(c - r - torch.log(1 - c.exp()) + torch.log(1 - r.exp())))))
+        else:
+            z = beta * (c - r) - gamma
+            losses.append((1 - eps) * torch.log1p(torch.exp(-z)) + eps * torch.log1p(torch.exp(z)))
+    return torch.stack(losses).mean() + (1.0 if orpo else settings["cpo_alpha"]) * torch.cat(nll).mean()
+
+
 def prepare_trl(folder: str, model: Any, reference: Any, settings: Mapping[str, Any], seed: int) -> tuple[Any, dict[str, Tensor]]:
     """TRL's trainer, and one of its batches."""
+    import trl
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
+    from trl.experimental import cpo, orpo
 
     from ludic.models.byte_tokenizer import make_byte_tokenizer
 
-    loss_type = "sigmoid_norm" if settings.get("length_normalize") else settings["loss_type"]
-    config = DPOConfig(
+    preset = preset_of(settings)
+    own = {name: value for name, value in settings.items() if name not in ("loss_type", "length_normalize")}
+    if preset == "dpo":
+        own["loss_type"] = ["sigmoid_norm" if settings.get("length_normalize") else settings["loss_type"]]
+    if preset == "simpo":
+        own["loss_type"] = "simpo"
+    make_config, make_trainer = {
+        "dpo": (trl.DPOConfig, trl.DPOTrainer),
+        "kto": (trl.KTOConfig, trl.KTOTrainer),
+        "orpo": (orpo.ORPOConfig, orpo.ORPOTrainer),
+    }.get(preset, (cpo.CPOConfig, cpo.CPOTrainer))
+    config = make_config(
         output_dir=folder,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=PAIRS,
-        beta=settings["beta"],
-        loss_type=[loss_type],
-        label_smoothing=settings.get("label_smoothing", 0.0),
         report_to=[],
         disable_tqdm=True,
+        **own,
     )
-    tokenizer = make_byte_tokenizer()
     data = Dataset.from_list(list(draw_rows(seed)))
-    trainer = DPOTrainer(
-        model=model, ref_model=copy.deepcopy(reference), args=config, train_dataset=data, processing_class=tokenizer
-    )
+    if preset == "kto":
+        kinds = random.Random(seed).choices(("chosen", "chosen", "rejected"), k=PAIRS)
+        data = Dataset.from_list(
+            [
+                {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
+                for row, kind in zip(data, kinds, strict=True)
+            ]
+        )
+    with_reference = {"ref_model": copy.deepcopy(reference)} if preset in ("dpo", "kto") else {}
+    tokenizer = make_byte_tokenizer()
+    trainer = make_trainer(model=model, args=config, train_dataset=data, processing_class=tokenizer, **with_reference)
     return trainer, dict(next(iter(trainer.get_train_dataloader())))
 
 
@@ -147,21 +226,31 @@ def draw_rows(seed: int) -> Iterator[dict[str, str]]:
 
 
 def read_items(batch: Mapping[str, Tensor]) -> Iterator[Any]:
-    """TRL's rows, all chosen ones and then all rejected ones, as ludic's samples."""
+    """TRL's rows as ludic's samples: of pairs all chosen ones and then all rejected ones."""
     from ludic.training import SAWItem
 
-    half = len(batch["input_ids"]) // 2
-    for row in range(2 * half):
-        kept = batch["attention_mask"][row].bool()
-        ids, mask = (batch[name][row][kept].tolist() for name in ("input_ids", "completion_mask"))
-        meta = {"pair_id": row % half, "role": "chosen" if row < half else "rejected", "label": 1.0}
-        yield SAWItem(ids, [1] * len(ids), mask, 1.0, meta)
+    def make(prefix: str, row: int, role: str, pair: int) -> Any:
+        kept = batch[f"{prefix}attention_mask"][row].bool()
+        ids = batch[f"{prefix}input_ids"][row][kept].tolist()
+        masked = batch[f"{prefix}labels"][row] != -100 if f"{prefix}labels" in batch else batch["completion_mask"][row]
+        return SAWItem(ids, [1] * len(ids), masked[kept].int().tolist(), 1.0, {"pair_id": pair, "role": role, "label": 1.0})
+
+    if "label" in batch:
+        for row, wanted in enumerate(batch["label"]):
+            yield make("", row, "chosen" if wanted else "rejected", row)
+    elif "chosen_input_ids" in batch:
+        for role in ("chosen", "rejected"):
+            yield from (make(f"{role}_", row, role, row) for row in range(len(batch["chosen_input_ids"])))
+    else:
+        half = len(batch["input_ids"]) // 2
+        for row in range(2 * half):
+            yield make("", row, "chosen" if row < half else "rejected", row % half)
 
 
 def run_ludic(model: Any, reference: Any, items: list[Any], settings: Mapping[str, Any]) -> tuple[float, dict[str, float], int]:
     """One step with learning rate 0: its loss, statistics and number of micro-batches. The gradient
     stays in the model."""
-    from ludic.training import DPOTrainer, DPOTrainerConfig, FrozenModel, make_dpo
+    from ludic.training import DPOTrainer, DPOTrainerConfig, FrozenModel, make_dpo, make_kto
 
     class Source:
         async def next_batch(self) -> Any:
@@ -179,13 +268,15 @@ def run_ludic(model: Any, reference: Any, items: list[Any], settings: Mapping[st
     cfg = DPOTrainerConfig(
         model_device="cpu", max_seq_len=64, micro_token_budget=BUDGET, max_grad_norm=None, sync_every_steps=0, lr=0.0
     )
+    own = {name: value for name, value in settings.items() if settings["loss_type"] != "kto" or name != "loss_type"}
+    algorithm = make_kto(**own) if settings["loss_type"] == "kto" else make_dpo(**own)
     trainer = KeepsGradient(
         model=model,
-        algo=make_dpo(**settings),
+        algo=algorithm,
         batch_source=Source(),
         pairs=items,
         cfg=cfg,
-        reference=FrozenModel(reference, cfg),
+        reference=FrozenModel(reference, cfg) if algorithm.reads_reference else None,
     )
     stats = trainer.train_step_sync()
     for name, parameter in model.named_parameters():

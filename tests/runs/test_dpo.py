@@ -88,6 +88,30 @@ def test_a_run_writes_every_documented_file(tiny: list[str], tmp_path: Path) -> 
     assert summary["after"]["answers"] == 6
 
 
+@pytest.mark.parametrize("loss", ["cpo", "simpo", "orpo", "kto"])
+def test_every_loss_trains_in_one_word(tiny: list[str], tmp_path: Path, loss: str) -> None:
+    shown = " ".join(dpo(*tiny, f"loss={loss}", "steps=2").split())
+    run, summary = tmp_path / "run", summary_of(tmp_path / "run")
+    assert (summary["status"], summary["loss_type"], summary["steps"]) == ("finished", loss, 2)
+    assert np.isfinite([line["train/loss"] for line in metrics_of(run)]).all()
+    assert (run / "reference.logps").exists() == (loss == "kto")
+    assert ("moved towards" in shown) == (loss == "kto")
+
+
+def test_kto_trains_on_answers_without_pairs(tiny: list[str], tmp_path: Path) -> None:
+    answers = [{"prompt": f"{n}+1=", "completion": str(n + 1 + n % 3), "good": n % 3 == 0} for n in range(40)]
+    data = write_rows(tmp_path / "answers.jsonl", *answers)
+    settings = [f"data={data}", "columns.label=good", "heldout=0.25", "steps=2"]
+    shown = dpo(*tiny, "loss=kto", *settings)
+    summary, last = summary_of(tmp_path / "run"), metrics_of(tmp_path / "run")[-1]
+    assert "30 answers" in " ".join(shown.split())
+    assert summary["data"]["pairs"] == 30
+    assert 0 < summary["eval_num_pairs"] == summary["data"]["heldout_pairs"] <= 5
+    assert last["train/num_chosen"] + last["train/num_rejected"] == 8
+    assert last["train/kl"] >= 0
+    assert "has no column" in " ".join(refused(*tiny, "name=pairs", "loss=simpo", f"data={data}").split())
+
+
 def test_the_reported_metrics_are_those_of_the_saved_models(tiny: list[str], tmp_path: Path) -> None:
     """The reference is the policy after the warm-up, which the run keeps."""
     dpo(*tiny, "trainer.lr=3e-2", "loss.beta=0.3")
@@ -239,6 +263,9 @@ def test_rows_that_make_no_pair_are_counted_and_none_left_is_an_error(tiny: list
         (["loss.beta=0"], "beta (0.0) must be above 0 and finite"),
         (["loss.loss_type=dpo"], "sigmoid, ipo, robust"),
         (["loss.label_smoothing=0.5"], "label_smoothing (0.5)"),
+        (["loss=orpo", "loss.label_smoothing=0.1"], "label_smoothing (0.1) is no setting of loss_type=orpo"),
+        (["loss.desirable_weight=2"], "loss.desirable_weight (2.0) is no setting of loss=sigmoid"),
+        (["loss=cpo", "reference.model=x"], "reference.model (x) is never read by loss=cpo"),
         (["warmup.answers=best"], "must be one of chosen, both"),
         (["warmup.steps=-1"], "warmup.steps (-1) must be at least 0"),
         (["trainer.packing=padding_free"], "padding_free"),
@@ -274,6 +301,12 @@ def test_a_loaded_model_has_its_own_defaults() -> None:
     small, loaded = compose_dpo(), compose_dpo(["model=x", "warmup.steps=7"])
     assert (small.warmup.steps > 0, compose_dpo(["model=x"]).warmup.steps, loaded.warmup.steps) == (True, 0, 7)
     assert loaded.trainer.lr < small.trainer.lr
+
+
+def test_a_loss_has_its_own_defaults() -> None:
+    simpo, kto = compose_dpo(["loss=simpo"]).loss, compose_dpo(["loss={loss_type: kto, desirable_weight: 2}"]).loss
+    assert (simpo.loss_type, simpo.beta, simpo.simpo_gamma, simpo.nll_coeff) == ("simpo", 2.0, 0.5, 0.0)
+    assert (kto.beta, kto.desirable_weight, kto.undesirable_weight) == (0.1, 2.0, 1.0)
 
 
 def test_prompts_are_those_of_the_pairs_and_samples_follow_from_the_seed() -> None:

@@ -2,6 +2,7 @@
 everything that its base class does."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ludic.training import (
     collate_saw_items,
     make_bradley_terry,
     make_dpo,
+    make_kto,
     preference_batches,
 )
 from ludic.training.batching.pair_batches import PreferenceMacroBatch
@@ -63,6 +65,9 @@ ALGORITHMS = {
     "sigmoid": make_dpo(beta=0.5, label_smoothing=0.1),
     "ipo": make_dpo(beta=0.2, loss_type="ipo"),
     "robust": make_dpo(beta=0.5, loss_type="robust", label_smoothing=0.2),
+    "cpo": make_dpo(beta=0.3, loss_type="cpo"),
+    "simpo": make_dpo(beta=2.0, loss_type="simpo", cpo_alpha=0.5),
+    "orpo": make_dpo(beta=0.5, loss_type="orpo"),
 }
 
 
@@ -82,7 +87,7 @@ WHOLE = {name: whole_gradient(algo) for name, algo in ALGORITHMS.items()}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(
     order=st.permutations(range(len(ITEMS))),
     budget=st.integers(64, 700),
@@ -94,7 +99,7 @@ def test_the_step_is_the_gradient_of_all_pairs_however_they_are_divided(name, or
     expected, loss = WHOLE[name]
     shuffled = [ITEMS[row] for row in order]
     config = {"micro_token_budget": budget, "packing": packing, "overhead_tokens": overhead, "logits": logits}
-    reference = FrozenModel(tiny_model(seed=1), dpo_config())
+    reference = FrozenModel(tiny_model(seed=1), dpo_config()) if ALGORITHMS[name].reads_reference else None
     trainer = trainer_of(
         shuffled, algo=ALGORITHMS[name], config={**config, "max_grad_norm": None}, reference=reference, kind=DescentTrainer
     )
@@ -198,6 +203,97 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, k
         monkeypatch.delattr(PrecomputedReference, "score")
     parts = run(tmp_path / "parts", 12, resume=True, file=file)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_loss_without_a_reference_scores_nothing(tmp_path):
+    model, items = tiny_model(), sorted_pairs(6)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    options = {"config": {"prefix_sharing": "off"}, "reference_file": tmp_path / "kept"}
+    trainer = trainer_of(items, model=model, algo=make_dpo(loss_type="simpo"), eval_items=items, **options)
+    assert (trainer.reference_logps, calls) == (None, [])
+    stats = trainer.train_step_sync()
+    assert all(calls)
+    assert not (tmp_path / "kept").exists()
+    assert "train/reference/kl" not in stats
+    measured = trainer.evaluate()
+    logps = np.array([float(logp_of(model, item).double().mean()) for item in items])
+    assert measured["eval_rewards/chosen"] == pytest.approx(0.1 * logps[::2].mean(), abs=1e-5)
+    assert measured["eval_rewards/accuracies"] == np.mean(logps[::2] > logps[1::2])
+
+
+# --- answers that are desirable or not
+
+
+ANSWERS = [
+    replace(item, meta={**item.meta, "pair_id": f"a{row}", "label": 1.0})
+    for row, item in enumerate(sorted_pairs(9, seed=4))
+    if row % 3
+]
+
+
+def kto_by_hand(items, beta, desirable_weight):
+    """Value, gradient and z_0 from single samples; each prompt with the answer before it."""
+    model, other = tiny_model(), tiny_model(seed=1)
+
+    def ratio(item):
+        batch = collate_saw_items([item], pad_token_id=0, device="cpu")
+        shared = SharedContext(model(input_ids=batch["input_ids"]).logits, batch)
+        return (shared.token_logp * shared.token_mask).sum() - logp_of(other, item).sum()
+
+    paired = len({item.meta["pair_id"] for item in items}) < len(items)
+    ordered = sorted(items, key=lambda item: paired and item.meta["role"] == "rejected")
+    mismatched = []
+    for item, before in zip(ordered, [ordered[-1], *ordered[:-1]], strict=True):
+        a, b = item.action_mask.index(1), before.action_mask.index(1)
+        ids, mask = item.input_ids[:a] + before.input_ids[b:], item.action_mask[:a] + before.action_mask[b:]
+        mismatched.append(replace(item, input_ids=ids, attention_mask=[1] * len(ids), action_mask=mask))
+    kl = max(0.0, float(torch.stack([ratio(item).detach() for item in mismatched]).mean()))
+    losses = []
+    for item in items:
+        z, y = beta * (ratio(item) - kl), item.meta["label"] if item.meta["role"] == "chosen" else 1 - item.meta["label"]
+        losses.append(y * desirable_weight * torch.sigmoid(-z) + (1 - y) * torch.sigmoid(z))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return gradients_of(model), loss.item(), kl
+
+
+KTO_ITEMS = {"answers": ANSWERS, "pairs": sorted_pairs(6, seed=4)}
+BY_HAND = {name: kto_by_hand(items, 0.5, 1.5) for name, items in KTO_ITEMS.items()}
+
+
+@pytest.mark.parametrize("name", KTO_ITEMS)
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
+@given(budget=st.integers(64, 700), packing=st.sampled_from(["optimal", "greedy"]), seed=st.integers(0, 9))
+def test_the_step_of_kto_is_the_gradient_of_all_answers_however_they_are_divided(name, budget, packing, seed):
+    expected, loss, kl = BY_HAND[name]
+    items = KTO_ITEMS[name]
+    shuffled = random.Random(seed).sample(items, len(items))
+    trainer = DescentTrainer(
+        model=tiny_model(),
+        algo=make_kto(beta=0.5, desirable_weight=1.5),
+        batch_source=ListSource(shuffled),
+        pairs=items,
+        cfg=dpo_config(micro_token_budget=budget, packing=packing, max_grad_norm=None),
+        reference=FrozenModel(tiny_model(seed=1), dpo_config()),
+    )
+    before = weights_of(trainer.model)
+    stats = trainer.train_step_sync()
+    moved = {key: before[key] - weight for key, weight in weights_of(trainer.model).items()}
+    largest = max(1.0, *(value.abs().max().item() for value in expected.values()))
+    assert_same_tensors({key: moved[key] for key in expected}, expected, atol=2e-6 * largest)
+    assert stats["train/loss"] == pytest.approx(loss, rel=1e-5)
+    assert stats["train/kl"] == pytest.approx(kl, rel=1e-4, abs=1e-5)
+    chosen = [item for item in items if item.meta["role"] == "chosen" and item.meta["label"] > 0.5]
+    rewards = [0.5 * float((logp_of(tiny_model(), item) - logp_of(tiny_model(seed=1), item)).sum()) for item in chosen]
+    assert stats["train/rewards/chosen"] == pytest.approx(np.mean(rewards), abs=1e-4)
+
+
+def test_an_evaluation_of_kto_estimates_the_kl_divergence_of_the_measured_samples():
+    items = KTO_ITEMS["pairs"]
+    options = {"algo": make_kto(beta=0.5, desirable_weight=1.5), "reference": FrozenModel(tiny_model(seed=1), dpo_config())}
+    trainer = trainer_of(sorted_pairs(3), eval_items=items, **options)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(BY_HAND["pairs"][1], rel=1e-5)
 
 
 # --- the log-probabilities as an object and a file

@@ -206,7 +206,7 @@ def train_rm(
     return train_command("train-rm", arguments or (), resume=resume, json_only=json_only, print_config=print_config)
 
 
-_DPO_HELP = """Train a policy on preference pairs, without a reward model: DPO or IPO. Measure it on held-out pairs and by its answers.
+_DPO_HELP = """Train a policy on preferences, without a reward model: DPO, IPO, KTO, CPO, SimPO or ORPO. Measure held-out pairs and answers.
 
 A row of the data has `prompt`, `chosen` and `rejected`, as text or as messages. The reference is the model as it is given, or
 `reference.model`; it scores every pair once. Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json,
@@ -218,6 +218,7 @@ answers.jsonl, plots, and the model in Hugging Face layout. Ctrl-C stops after t
 - `ludic dpo ultrafeedback` trains Qwen2-0.5B-Instruct on UltraFeedback
 - `ludic dpo model=path/to/model data=pairs.jsonl trainer.lr=5e-7 lora.rank=8` (`--print-config` lists all fields)
 - `ludic dpo model=path/to/model data=pairs.jsonl loss.loss_type=ipo loss.beta=0.05` is IPO
+- `ludic dpo model=path/to/model data=answers.jsonl loss=kto` trains on rows with `prompt`, `completion` and `label`
 - `ludic dpo --resume runs/NAME` resumes an interrupted run
 """
 

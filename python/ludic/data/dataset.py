@@ -81,6 +81,7 @@ def load_data(
     source: str,
     *,
     kind: Kind | None = None,
+    other_kind: Kind | None = None,
     columns: Mapping[str, str | Sequence[str]] | None = None,
     config: str | None = None,
     split: str = "train",
@@ -91,7 +92,8 @@ def load_data(
     """A JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of
     TRL's formats.
 
-    `kind` selects one kind if the columns fit several. `columns` maps a required column to the
+    `kind` selects one kind if the columns fit several; `other_kind` is taken for rows that fit it
+    and not `kind`. `columns` maps a required column to the
     source's column, `{"prompt": "question"}`; of several candidates the first that exists is used.
     `config` and `split` are for ids and folders. Rows of two responses with scores, as in SHP,
     become preferences (see `convert_scores`). `limit` is the maximum number of rows; they are
@@ -123,6 +125,8 @@ def load_data(
     if kind is None:
         formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED.items())
         raise DataError(f"columns of {source} ({', '.join(rows[0])}) fit no format ({formats}); set columns={{'prompt': NAME}}")
+    if other_kind is not None and not rows[0].keys() >= set(REQUIRED[kind]) and rows[0].keys() >= set(REQUIRED[other_kind]):
+        kind = other_kind
     absent = next((column for column in REQUIRED[kind] if column not in rows[0]), None)
     if absent is not None:
         raise DataError(f"{source} ({', '.join(rows[0])}) has no column {absent} for kind {kind}; set columns.{absent}=COLUMN")

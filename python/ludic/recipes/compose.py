@@ -84,7 +84,7 @@ def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recip
     not known yet. None means the ranks of this process's environment, else `place.trainers`."""
     source, overrides = split_arguments(arguments)
     if ranks is None:
-        environment, given = read_rank_environment(), _flatten(overrides).get("place.trainers")
+        environment, given = read_rank_environment(), flatten(overrides).get("place.trainers")
         ranks = environment.world_size if environment is not None else given if isinstance(given, int) else 1
     user, overrides = _read_file(source, overrides, ranks)
     layers = list(_read_layers(source, user, overrides))
@@ -93,7 +93,7 @@ def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recip
     if recipe.place.servers and recipe.inference.kind is None:
         recipe.inference.kind = "vllm"
     check_settings(recipe)
-    choose_phases(recipe, [file if _is_file(source) else {}, _flatten(overrides)])
+    choose_phases(recipe, [file if _is_file(source) else {}, flatten(overrides)])
     return recipe
 
 
@@ -333,7 +333,7 @@ def _list_paths(tree: Any, prefix: str = "") -> list[str]:
     return paths
 
 
-def _flatten(overrides: Sequence[Override]) -> dict[str, Any]:
+def flatten(overrides: Sequence[Override]) -> dict[str, Any]:
     """The values of overrides by path. Example: `warmup={steps:5}` gives `warmup.steps` too."""
     values: dict[str, Any] = {}
     for override in overrides:

@@ -15,6 +15,7 @@ from ludic.data.formats import AUTO, FORMATS
 from ludic.errors import ConfigError
 from ludic.recipes.compose import (
     LOADED_MODEL,
+    flatten,
     list_builtin_recipes,
     read_builtin,
     read_defaults,
@@ -37,6 +38,8 @@ from ludic.recipes.sections import (
 )
 from ludic.training.rm_config import DPOTrainerConfig, RMTrainerConfig
 from ludic.training.samples.conversations import ASSISTANT_TURNS
+
+_PER_LOSS = "per_loss"  # a key of the defaults, whose content replaces the section `loss`
 
 
 @dataclass
@@ -83,9 +86,9 @@ def compose_epochs(recipe: type[R], arguments: Sequence[str | Override], *, comm
     """Resolve a recipe. `arguments` are at most one YAML file or name of a built-in recipe of
     `command`, and any number of `key=value`.
 
-    Later values win, in this order: the defaults of `command`, its values for a loaded model, the
-    file or the built-in recipe, the command line. `trainer` is the trainer's config, from
-    `make_trainer_section`."""
+    Later values win, in this order: the defaults of `command`, its values for a loaded model and
+    for the loss, the file or the built-in recipe, the command line. `trainer` is the trainer's
+    config, from `make_trainer_section`."""
     source, overrides = split_arguments(arguments)
     tree = cast(DictConfig, OmegaConf.structured(recipe))
     tree.trainer = OmegaConf.structured(trainer)
@@ -100,12 +103,16 @@ def compose_epochs(recipe: type[R], arguments: Sequence[str | Override], *, comm
 def _read_layers(command: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
     base = read_defaults(command)
     user = _read_source(command, source) if source else OmegaConf.create({})
-    model = {override.key: override.value for override in overrides}.get("model", user.get("model", base.model))
+    given, by_loss = flatten(overrides), base.pop(_PER_LOSS, {})
+    model, loss = given.get("model", user.get("model", base.model)), user.get("loss", {})
+    loss = given.get("loss.loss_type", loss if isinstance(loss, str) else loss.get("loss_type"))
     for where, layer in (("defaults", base), (str(source), user)):
         loaded = layer.pop(LOADED_MODEL, OmegaConf.create({}))
         yield where, layer
         if model is not None:
             yield f"{where}, {LOADED_MODEL}", loaded
+        if where == "defaults" and loss in by_loss:
+            yield f"{where}, {_PER_LOSS}.{loss}", OmegaConf.create({"loss": by_loss[loss]})
 
 
 def _read_source(command: str, source: str) -> DictConfig:
@@ -128,8 +135,11 @@ class ColumnsSection:
     """The column of the better response; null: the one of the row's format."""
     rejected: Optional[str] = None  # noqa: UP045
     """The column of the other response; null: the one of the row's format."""
+    completion: Optional[str] = None  # noqa: UP045
+    """The column of the answer, in rows without a pair; null: `completion`."""
     label: Optional[str] = None  # noqa: UP045
-    """The probability that the chosen response is better; null: 1 for every pair."""
+    """The probability that the chosen response is better; null: 1 for every pair. In rows without a
+    pair, whether the answer is desirable; null: `label`."""
 
 
 @dataclass
@@ -203,18 +213,28 @@ def list_data_files(setting: Any, name: str) -> list[Path]:
 
 @dataclass
 class DPOLossSection:
-    """The loss of the pairs, `DPOLoss`."""
+    """The loss, also in one word: `loss=simpo`. A setting that the loss does not have is null."""
 
     loss_type: str = MISSING
-    """sigmoid (DPO), ipo, or robust."""
+    """sigmoid (DPO), ipo, robust, kto, or without a reference cpo, simpo, orpo."""
     beta: float = MISSING
-    """How much the policy is held to the reference: less moves it further. For ipo it is tau."""
-    label_smoothing: float = MISSING
-    """The probability that a label is wrong, in [0, 0.5)."""
+    """How much the policy is held to the reference: less moves it further. For ipo it is tau. For
+    cpo and simpo the scale of a difference, for orpo the weight of the odds ratio."""
+    label_smoothing: Optional[float] = MISSING  # noqa: UP045
+    """The probability that a label is wrong, in [0, 0.5). Not for kto and orpo."""
     length_normalize: Optional[bool] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
     """Divide the log-ratios by the number of answer tokens; null: for ipo alone, as in TRL."""
-    nll_coeff: float = MISSING
-    """Weight of the negative log-likelihood of the chosen answers, per token; 0: without it."""
+    nll_coeff: Optional[float] = MISSING  # noqa: UP045
+    """Weight of the negative log-likelihood of the chosen answers, per token; 0: without it. For
+    sigmoid, ipo and robust."""
+    cpo_alpha: Optional[float] = None  # noqa: UP045
+    """The same for cpo and simpo, as a mean over the tokens of a batch."""
+    simpo_gamma: Optional[float] = None  # noqa: UP045
+    """The margin of simpo."""
+    desirable_weight: Optional[float] = None  # noqa: UP045
+    """Weight of the desirable answers of kto, and of the chosen ones of pairs."""
+    undesirable_weight: Optional[float] = None  # noqa: UP045
+    """Weight of the others."""
 
 
 @dataclass
@@ -243,8 +263,8 @@ class DPOReferenceSection:
 
 @dataclass
 class DPORecipe(PairsRecipe):
-    """A run of `ludic dpo`: a policy, preference pairs and a reference. Held-out pairs are measured
-    after it, sampled answers before and after."""
+    """A run of `ludic dpo`: a policy, preference pairs or single answers, and for some losses a
+    reference. Held-out pairs are measured after it, sampled answers before and after."""
 
     reference: DPOReferenceSection = field(default_factory=DPOReferenceSection)
     warmup: DPOWarmupSection = field(default_factory=DPOWarmupSection)

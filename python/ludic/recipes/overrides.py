@@ -23,7 +23,7 @@ from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.foreign_names import SETTINGS, explain
 from ludic.recipes.processes import SHORT_FORMS, parse_place
 
-SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source", "quantization": "kind"}
+SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source", "quantization": "kind", "loss": "loss_type"}
 """Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
 
 RENAMED = {"inference.max_lag": "inference.batches_ahead"}

@@ -1,12 +1,13 @@
-"""Direct preference optimization: read the pairs, warm the policy up, fix the reference, train,
-measure with `DPOTrainer` and by sampled answers, report. Each closing sentence of the report is
-printed only if the numbers support it."""
+"""Direct preference optimization: read the pairs, warm the policy up, fix the reference if the loss
+has one, train, measure with `DPOTrainer` and by sampled answers, report. Each closing sentence of
+the report is printed only if the numbers support it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,13 @@ from ludic.runs.loggers import Screen
 from ludic.runs.report.summary import make_table
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.dpo_trainer import DPOTrainer, DPOTrainerConfig
 from ludic.training.evaluators.held_out import MEASURED
-from ludic.training.presets import make_dpo, make_sft
+from ludic.training.loss.dpo import REFERENCE_FREE
+from ludic.training.presets import make_dpo, make_kto, make_sft
 from ludic.training.reference import FrozenModel
 from ludic.training.rng import seed_everything
 from ludic.training.trainer import Trainer
@@ -88,14 +91,14 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         seed_everything(recipe.seed, threads=recipe.threads)
         check_adapters(recipe)
         tokenizer = build_tokenizer(recipe)
-        algorithm = make_dpo(**vars(recipe.loss))
+        algorithm = make_algorithm(recipe)
         cfg = build_config(DPOTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
         reference = recipe.reference.model
         if reference is not None and load_tokenizer(reference).get_vocab() != tokenizer.get_vocab():
             raise ConfigError(f"reference.model ({reference}) must have the policy's vocabulary; use the policy's tokenizer")
-        data = PairData.read(recipe, tokenizer, note=note)
+        data = PairData.read(recipe, tokenizer, note=note, unpaired=recipe.loss.loss_type == "kto")
         check_heldout(data.heldout, cfg)
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device
         model = build_model(recipe, tokenizer)
@@ -114,7 +117,8 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
             self.progress.before = await self.measure_on_rank_0("the answers", lambda: self._answer("before"))
             self.end_phase(DPO)
         self.adapt()
-        trainer = await self.train_on_pairs(self._make_dpo_trainer, f"{self.method}, on", KEYS)
+        keys = [key for key in KEYS if self.recipe.loss.loss_type != "kto" or not key.endswith("margins")]
+        trainer = await self.train_on_pairs(self._make_dpo_trainer, f"{self.method}, on", keys)
         measured = self.measure_heldout(trainer, "Held-out accuracy of the implicit rewards")
         self.progress.after = {**measured, **await self.measure_on_rank_0("the answers", lambda: self._answer("after"))}
         self.end_phase(DONE)
@@ -127,7 +131,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
     async def _warm_up(self) -> None:
         """Supervised fine-tuning on the answers of the pairs, then save the policy."""
         recipe, parts, section = self.recipe, self.parts, self.recipe.warmup
-        items = parts.data.train if section.answers == "both" else parts.data.train[::2]
+        items = [item for item in parts.data.train if section.answers == "both" or item.meta["role"] == "chosen"]
         source = ItemBatchSource(items, batch_size=section.batch_size, seed=recipe.seed, name="warmup")
         source.unshard()  # all ranks share its batches
         self.screen.note(f"Warm-up: {section.steps} steps on {len(items):,} answers of the pairs ({section.answers})")
@@ -164,7 +168,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
             pairs=self.parts.data.train,
             eval_items=self.parts.data.heldout or None,
             reference=FrozenModel.from_pretrained(str(source), self.parts.cfg, dtype=self.recipe.dtype) if needs_scores else None,
-            reference_file=file,
+            reference_file=file if self.parts.algorithm.reads_reference else None,
             **options,
         )
 
@@ -220,8 +224,22 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
             **rows,
             self.directory.answers: "sampled answers, before and after",
             self.directory.reference_logps: "log-probabilities of the reference, for a resume",
-            self.directory.reference: "the policy after the warm-up, which is the reference",
+            self.directory.reference: "the policy after the warm-up, which is the reference of a loss that has one",
         }
+
+
+def make_algorithm(recipe: DPORecipe) -> RLAlgorithm:
+    """The algorithm of `loss`. Raises ConfigError for a setting that this loss does not have, and
+    for a reference that it does not read."""
+    given: dict[str, Any] = {name: value for name, value in vars(recipe.loss).items() if value is not None}
+    kto = given["loss_type"] == "kto"
+    loss, make = (given.pop("loss_type"), make_kto) if kto else (given["loss_type"], make_dpo)
+    for name in given.keys() - signature(make).parameters.keys():
+        raise ConfigError(f"loss.{name} ({given[name]}) is no setting of loss={loss}; leave it out")
+    algorithm: RLAlgorithm = make(**given)
+    if recipe.reference.model is not None and not algorithm.reads_reference:
+        raise ConfigError(f"reference.model ({recipe.reference.model}) is never read by loss={loss}; leave it out")
+    return algorithm
 
 
 def _make_rates_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
@@ -299,12 +317,14 @@ def _describe_pairs(summary: Mapping[str, Any]) -> Iterator[str]:
     )
     best = summary.get("bayes_accuracy")
     bound = "" if best is None else f"; {best:.1%} is the best possible on average"
+    has_reference = summary.get("loss_type") not in REFERENCE_FREE
+    what = "moved towards the chosen response" if has_reference else "gives the chosen response the higher reward"
     yield (
-        f"The policy moved towards the chosen response in {share:.1%} of {pairs:,.0f} held-out pairs, {against} (95 % interval "
+        f"The policy {what} in {share:.1%} of {pairs:,.0f} held-out pairs, {against} (95 % interval "
         f"{low:.1%} to {high:.1%}{bound})."
     )
     chosen, rejected = summary["eval_rewards/chosen"], summary["eval_rewards/rejected"]
-    if rejected < chosen < 0:
+    if has_reference and rejected < chosen < 0:
         yield (
             "Chosen responses became less likely than under the reference, and rejected ones even less: the margin comes from the "
             "rejected responses. loss.nll_coeff above 0 raises chosen responses too."

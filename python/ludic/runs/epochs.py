@@ -174,7 +174,8 @@ class PairsRun(EpochsRun[PairsRecipeT, PairsParts, PairsDirectoryT]):
         parts, recipe = self.parts, self.recipe
         if not parts.data.heldout:
             self.screen.note("No pairs are held out; only training pairs are measured")
-        self.screen.note(f"{description} {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of {recipe.batch_size}")
+        size = f"{len(parts.data.units):,} {parts.data.unit}"
+        self.screen.note(f"{description} {size}: {parts.steps} steps of {recipe.batch_size}")
         return await self.train(trainer_class, make_source(parts.data, recipe), keys=keys)
 
     def measure_heldout(self, trainer: DPOTrainer | RMTrainer, name: str) -> dict[str, float]:
@@ -203,7 +204,7 @@ class PairsRun(EpochsRun[PairsRecipeT, PairsParts, PairsDirectoryT]):
             "bayes_accuracy": data.bayes_accuracy,
             "latent_accuracy": data.latent_accuracy,
             "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
-            "epochs": round(trained / (len(data.train) // 2), 3),
+            "epochs": round(trained / len(data.units), 3),
             "data": data.counts(),
         }
 
@@ -241,7 +242,8 @@ class PairsRun(EpochsRun[PairsRecipeT, PairsParts, PairsDirectoryT]):
 
 def make_source(data: PairData, recipe: PairsRecipe) -> ItemBatchSource:
     """Batches of `batch_size` training pairs, shuffled by the seed and shared by all ranks."""
-    source = preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed)
+    pairs = data.unit == "pairs"
+    source = preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed, require_complete=pairs)
     source.unshard()  # all ranks share its batches
     return source
 
@@ -275,6 +277,6 @@ def measured_by_step(
 def describe_data(data: Mapping[str, Any]) -> str:
     """The counts of pairs and tokens."""
     return (
-        f"[bold]Data[/]: {data['pairs']:,} pairs of {data['tokens']:,} tokens, {data['pairs_cut']:,} of them cut to max_seq_len; "
-        f"{data['heldout_pairs']:,} held out"
+        f"[bold]Data[/]: {data['pairs']:,} {data['unit']} of {data['tokens']:,} tokens, {data['pairs_cut']:,} of them cut to max_seq_len; "
+        f"{data['heldout_pairs']:,} pairs held out"
     )

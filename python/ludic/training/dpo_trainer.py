@@ -1,17 +1,20 @@
-"""`DPOTrainer`: trains a policy on preference pairs, without a reward model.
+"""`DPOTrainer`: trains a policy on preference pairs or on rated answers, without a reward model.
 
 It overrides the ingestion, splitting and collation of `Trainer` (`batching.pair_batches`), has the
-log-probabilities of the reference computed before the first step (`training.reference`), and
-evaluates implicit rewards (`evaluators.held_out`).
+log-probabilities of the reference computed before the first step (`training.reference`), estimates
+the KL divergence of KTO, and evaluates implicit rewards (`evaluators.held_out`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, ConfigTypeError
@@ -32,7 +35,9 @@ from ludic.training.evaluators.held_out import ImplicitRewardEvaluator
 from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.loss.dpo import DPOLoss
-from ludic.training.reference import PrecomputedReference, computes_trees
+from ludic.training.loss.kto import KTOLoss
+from ludic.training.preparation import Prepared, score_rows
+from ludic.training.reference import PrecomputedReference, computes_trees, item_key
 from ludic.training.rm_config import DPOTrainerConfig as DPOTrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
@@ -42,7 +47,8 @@ if TYPE_CHECKING:
 
 
 class DPOTrainer(Trainer):
-    """Trains a policy on preference pairs with DPO or IPO.
+    """Trains a policy on preference pairs with DPO, IPO, KTO, CPO, SimPO or ORPO; with KTO also on
+    samples without a partner, whose role is `chosen` if they are desirable.
 
     >>> trainer = DPOTrainer(
     ...     model=AutoModelForCausalLM.from_pretrained(folder),
@@ -56,7 +62,7 @@ class DPOTrainer(Trainer):
 
     The reference scores all pairs once, before the first step, and is not kept. By default it is
     the model as it is given, with its adapters switched off. A checkpoint that is resumed is loaded
-    after that, so give the model that the run began with.
+    after that, so give the model that the run began with. CPO, SimPO and ORPO have no reference.
     """
 
     cfg: DPOTrainerConfig
@@ -87,24 +93,64 @@ class DPOTrainer(Trainer):
         if eval_items and options.get("evaluator") is not None:
             raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
         loss = adapted_loss(algo)
-        if not isinstance(loss, DPOLoss):
-            raise ConfigError(f"DPOTrainer needs DPOLoss, and {algo.name} has {loss_name(loss)}; use make_dpo() or RMTrainer")
+        if not isinstance(loss, DPOLoss | KTOLoss):
+            raise ConfigError(
+                f"DPOTrainer needs DPOLoss or KTOLoss, and {algo.name} has {loss_name(loss)}; use make_dpo() or RMTrainer"
+            )
         self._loss = loss
         if lora_config is not None:
             model = apply_lora(require_model(model), lora_config)
         if model is not None and not is_sharded(model):
             model.to(cfg.model_device)
         passes = as_forward_passes(backend or require_model(model), cfg)
-        batches = [_ingest(part, cfg) for part in (_list_pairs(pairs, batch_source), eval_items or ()) if part]
-        known = _open_reference(reference, batches, cfg, passes, model, reference_file)
-        self.reference_logps = known
-        """The log-probabilities of the reference."""
+        self._mismatched: dict[bytes, SAWItem] = {}
+        """`item_key` of a sample -> its prompt with another answer, for KTO."""
+        self.reference_logps: PrecomputedReference | None = None
+        """The log-probabilities of the reference; None if the loss reads none."""
+        if loss.reads_reference:
+            parts = (_list_pairs(pairs, batch_source), eval_items or ())
+            batches: list[MacroBatch] = [_ingest(part, cfg, loss) for part in parts if part]
+            if isinstance(loss, KTOLoss):
+                for batch in batches:
+                    self._mismatched |= mismatch_answers(batch, cfg.max_seq_len)
+                batches.append(MacroBatch.ingest(list(self._mismatched.values()), cfg.max_seq_len))
+            reference = self.reference_logps = _open_reference(reference, batches, cfg, passes, model, reference_file)
         if eval_items:
-            options["evaluator"] = ImplicitRewardEvaluator(passes, eval_items, cfg, loss=self._loss, reference=known)
-        super().__init__(model=model, algo=algo, batch_source=batch_source, cfg=cfg, reference=known, backend=backend, **options)
+            options["evaluator"] = self._make_evaluator(passes, eval_items, cfg)
+        super().__init__(
+            model=model, algo=algo, batch_source=batch_source, cfg=cfg, reference=reference, backend=backend, **options
+        )
+
+    def _make_evaluator(self, passes: ForwardPasses, items: Sequence[SAWItem], cfg: DPOTrainerConfig) -> ImplicitRewardEvaluator:
+        known, mismatched = self.reference_logps, self._mismatched
+        return ImplicitRewardEvaluator(passes, items, cfg, loss=self._loss, reference=known, mismatched=mismatched)
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
-        return _ingest(items, self.cfg)
+        return _ingest(items, self.cfg, self._loss)
+
+    async def _prepare(self, macro: MacroBatch, batch_number: int | None) -> Prepared:
+        prepared = await super()._prepare(macro, batch_number)
+        if not self._mismatched:
+            return prepared
+        kl = np.full(len(macro.items), await self._estimate_kl(macro))
+        return replace(prepared, macro=replace(prepared.macro, sample_columns={**prepared.macro.sample_columns, "kl": kl}))
+
+    async def _estimate_kl(self, macro: MacroBatch) -> float:
+        """z_0 of KTO: the mean log-ratio of the mismatched answers of all ranks, at least 0."""
+        reference = self.reference_logps
+        assert reference is not None
+
+        async def forward(micro_batch: MicroBatch) -> Tensor:
+            return await self.compute(lambda backend: forward_action_logprobs(backend, micro_batch))
+
+        items = [self._mismatched[item_key(item)] for item in macro.items]
+        batch = replace(MacroBatch.ingest(items, self.cfg.max_seq_len), share=macro.share)
+        rows = np.arange(len(batch.items))
+        own = await score_rows(batch, rows, self.cfg, forward, trees=computes_trees(self.backend))
+        known = torch.cat([reference.of_item(item) for item in batch.items])
+        sums = [float((torch.cat([own[int(row)] for row in rows]).cpu().double() - known.double()).sum()), float(len(rows))]
+        total, count = sums if macro.share is not None else ranks.sum_over_ranks(sums, self.cfg.model_device)
+        return max(0.0, total / count)
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         assert isinstance(macro, PreferenceMacroBatch)
@@ -116,14 +162,31 @@ class DPOTrainer(Trainer):
         `eval_loss`, `eval_rewards/accuracies` and so on (`ImplicitRewardEvaluator`)."""
         evaluator = self.evaluator
         if items is not None:
-            evaluator = ImplicitRewardEvaluator(self.backend, items, self.cfg, loss=self._loss, reference=self.reference_logps)
+            evaluator = self._make_evaluator(self.backend, items, self.cfg)
         if not isinstance(evaluator, ImplicitRewardEvaluator):
             raise ConfigError("there are no pairs to evaluate; pass them, or eval_items= to DPOTrainer")
         return {f"eval_{name}": value for name, value in evaluator.measure().items()}
 
 
-def _ingest(items: Sequence[SAWItem], cfg: DPOTrainerConfig) -> PreferenceMacroBatch:
-    return PreferenceMacroBatch.ingest_pairs(items, cfg.max_seq_len)
+def _ingest(items: Sequence[SAWItem], cfg: DPOTrainerConfig, loss: DPOLoss | KTOLoss) -> PreferenceMacroBatch:
+    return PreferenceMacroBatch.ingest_pairs(items, cfg.max_seq_len, require_complete=isinstance(loss, DPOLoss))
+
+
+def mismatch_answers(batch: MacroBatch, max_seq_len: int) -> dict[bytes, SAWItem]:
+    """`item_key` of each sample -> its prompt, cut at its start to leave room, with the answer of
+    the sample before it. Samples of pairs are in TRL's order: all chosen ones come first.
+
+    Example: samples x1 y1, x2 y2, x3 y3 become x1 y3, x2 y1, x3 y2.
+    """
+    paired = len({item.meta["pair_id"] for item in batch.items}) < len(batch.items)
+    items = sorted(batch.items, key=lambda item: paired and item.meta["role"] == "rejected")
+    starts = [int(np.argmax(item.action_mask)) for item in items]
+    mismatched = {}
+    for item, start, other, begin in zip(items, starts, [items[-1], *items[:-1]], [starts[-1], *starts[:-1]], strict=True):
+        ids = [*item.input_ids[:start], *other.input_ids[begin:]][-max_seq_len:]
+        mask = [*[0] * start, *other.action_mask[begin:]][-max_seq_len:]
+        mismatched[item_key(item)] = SAWItem(ids, [1] * len(ids), mask, 1.0, item.meta)
+    return mismatched
 
 
 def _list_pairs(pairs: Sequence[SAWItem] | None, source: BatchSource) -> Sequence[SAWItem]:

@@ -4,9 +4,10 @@ user's reducers. docs/metrics.md explains each key.
 Statistics of parts (micro-batches, ranks) are combined into statistics of the whole. The result
 does not depend on the split. A mean is weighted by what it is a mean over: action tokens for
 `TOKEN_KEYS` if the part has `avg_action_tokens`, pairs for `PAIR_MEAN_KEYS` if it has `num_pairs`,
-else samples. A standard deviation `x_std` next to `x_mean` is over all values: the variance is the
-mean of the parts' variances plus the variance of their means. `gpu_*` is a maximum, counts are
-sums. A key of a composite loss, `term/key`, follows the rule of `key`.
+N samples for `x` if it has `num_x` = N (KTO's `rewards/chosen`), else samples. A standard deviation
+`x_std` next to `x_mean` is over all values: the variance is the mean of the parts' variances plus
+the variance of their means. `gpu_*` is a maximum, counts are sums. A key of a composite loss,
+`term/key`, follows the rule of `key`.
 """
 
 from __future__ import annotations
@@ -323,7 +324,12 @@ def _add_prefix(key: str) -> str:
     return f"train/{key.removeprefix('train_')}" if key == "train_step" else f"train/{key}"
 
 
-COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
+COUNT_KEYS = frozenset(
+    {
+        *("num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens"),
+        *("num_pairs", "num_chosen", "num_rejected"),
+    }
+)
 PAIR_MEAN_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
 """Means over the pairs of a micro-batch, if it has `num_pairs`: samples without a partner do not
 count."""
@@ -399,6 +405,8 @@ def _make_stat(key: str, value: float, stats: Mapping[str, float], size: float) 
     weight = size
     if name in PAIR_MEAN_KEYS and pairs is not None:
         weight = pairs
+    elif f"num_{name}" in stats:
+        weight = stats[f"num_{name}"]
     elif name in TOKEN_KEYS and tokens is not None:
         weight = tokens * size
     mean = stats.get(f"{key.removesuffix('_std')}_mean") if name.endswith("_std") else None

@@ -294,7 +294,7 @@ class Trainer(TrainerState):
         # 3. Score and weigh all its samples, before they are divided.
         speed = Speed(self)
         with timer.phase("forward_backward"):
-            prepared = await prepare(self, macro, batch.meta[BATCH_NUMBER])
+            prepared = await self._prepare(macro, batch.meta[BATCH_NUMBER])
         macro = prepared.macro
 
         # 4. Take an optimizer step on each mini-batch.
@@ -326,6 +326,10 @@ class Trainer(TrainerState):
         """Truncate samples and drop those without actions. A subclass may keep some together."""
         merge_turns = self.cfg.merge_turns and adapted_loss(self.algo).reads_shared_only
         return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=merge_turns)
+
+    async def _prepare(self, macro: MacroBatch, batch_number: int | None) -> Prepared:
+        """Add what the loss reads of the whole macro-batch. A subclass may add more."""
+        return await prepare(self, macro, batch_number)
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         """The samples at `rows`, split into micro-batches, which are collated one by one."""

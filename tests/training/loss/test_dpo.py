@@ -13,8 +13,12 @@ from ludic.errors import ConfigError, DataError, DataKeyError
 from ludic.training import BatchTotals, DPOLoss, RLAlgorithm, make_dpo
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import SharedContext
+from ludic.training.loss.batch import PREFERRED_LENGTH, PREFERRED_TOKENS
+
+NAMES = (PREFERRED_TOKENS, PREFERRED_LENGTH)
 
 TYPES = ("sigmoid", "ipo", "robust")
+WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
 
 
 def softplus(z):
@@ -153,6 +157,47 @@ def test_a_difference_within_rounding_is_a_tie(noise):
     assert stats["rewards/accuracies"].item() == 1.0
 
 
+def test_the_losses_without_a_reference_by_hand():
+    logits, batch = pair_batch([[0.5, 0.25], [-0.25]])
+    del batch["reference_logps"]
+    # log pi of the tokens: -0.5, -0.75 and -1.25. Sums: -1.25 and -1.25; means: -0.625 and -1.25.
+    cpo, stats = DPOLoss(0.5, "cpo", cpo_alpha=0.2).compute(logits, batch)
+    assert cpo.item() == pytest.approx(math.log(2) + 0.2 * 0.625, abs=1e-6)
+    assert stats["nll_loss"].item() == pytest.approx(0.625, abs=1e-6)
+    simpo, stats = DPOLoss(2.0, "simpo", simpo_gamma=0.5).compute(logits, batch)
+    assert simpo.item() == pytest.approx(softplus(-(2 * 0.625 - 0.5)), abs=1e-6)
+    assert stats["rewards/chosen"].item() == pytest.approx(2 * -0.625, abs=1e-6)
+    orpo, _ = DPOLoss(0.1, "orpo").compute(logits, batch)
+    # odds: e^-0.625 / (1 - e^-0.625) = 1.15143 and e^-1.25 / (1 - e^-1.25) = 0.40157; the log of
+    # their ratio is 1.05336.
+    assert orpo.item() - orpo_nll(logits, batch) == pytest.approx(0.1 * softplus(-1.05336), abs=1e-5)
+
+
+def orpo_nll(logits, batch):
+    """The mean of -log pi over all tokens of the chosen sample, token by token."""
+    logp = logits[0].log_softmax(-1)
+    taken = [t for t in range(1, logits.shape[1]) if batch["attention_mask"][0, t]]
+    return -sum(logp[t - 1, batch["input_ids"][0, t]].item() for t in taken) / len(taken)
+
+
+def test_the_margin_of_simpo_holds_in_either_order():
+    h = torch.tensor([0.0])
+    loss = DPOLoss(2.0, "simpo", simpo_gamma=0.5)
+    for label in (0.0, 1.0):
+        assert loss.of_differences(h, torch.tensor([label])).item() == pytest.approx(softplus(0.5))
+
+
+def test_orpo_is_finite_where_the_probability_rounds_to_one():
+    logits = torch.zeros(2, 2, 2)
+    logits[:, 0, 1] = 200.0
+    _, batch = pair_batch([[0.0], [0.0]])
+    logits.requires_grad_()
+    loss, _ = DPOLoss(0.1, "orpo").compute(logits, batch)
+    loss.backward()
+    assert loss.isfinite()
+    assert logits.grad.isfinite().all()
+
+
 # --- a slow oracle, and any split
 
 
@@ -169,17 +214,44 @@ def oracle(model, samples, settings):
             if sample is chosen:
                 own = [table[ids[t - 1]].log_softmax(0)[ids[t]] for t in taken]
                 nll.append(-sum(own, start=table.sum() * 0) / max(1, len(taken)))
-            total = sum((table[ids[t - 1]].log_softmax(0)[ids[t]] - reference[t] for t in taken), start=table.sum() * 0)
-            ratios.append(total / max(1, len(taken)) if loss_type == "ipo" else total)
+            if loss_type == "orpo":
+                ratios.append(own_odds(table, ids, taken))
+                continue
+            held = torch.zeros_like(reference) if loss_type in WITHOUT_REFERENCE else reference
+            total = sum((table[ids[t - 1]].log_softmax(0)[ids[t]] - held[t] for t in taken), start=table.sum() * 0)
+            ratios.append(total / max(1, len(taken)) if loss_type in ("ipo", "simpo") else total)
         h = ratios[0] - ratios[1]
         right, wrong = -torch.nn.functional.logsigmoid(beta * h), -torch.nn.functional.logsigmoid(-beta * h)
         if loss_type == "ipo":
             right, wrong = (h - 1 / (2 * beta)) ** 2, (-h - 1 / (2 * beta)) ** 2
+        if loss_type == "simpo":
+            right = -torch.nn.functional.logsigmoid(beta * h - 0.5)
+        if loss_type == "orpo":
+            right = -beta * torch.nn.functional.logsigmoid(h)
         if loss_type == "robust":
             losses.append(((1 - eps) * right - eps * wrong) / (1 - 2 * eps))
         else:
             losses.append((1 - eps) * right + eps * wrong)
+    if loss_type in WITHOUT_REFERENCE:
+        return torch.stack(losses).mean() + nll_coeff * token_mean(table, samples[::2], whole=loss_type == "orpo")
     return torch.stack(losses).mean() + nll_coeff * torch.stack(nll).mean()
+
+
+def own_odds(table, ids, taken):
+    mean = sum((table[ids[t - 1]].log_softmax(0)[ids[t]] for t in taken), start=table.sum() * 0) / max(1, len(taken))
+    p = mean.exp().clamp(max=1 - 1e-7)
+    return (p / (1 - p)).log()
+
+
+def token_mean(table, samples, *, whole):
+    """The mean of -log pi over the tokens of all samples, with `whole` also of their prompts."""
+    logps = [
+        table[ids[t - 1]].log_softmax(0)[ids[t]]
+        for ids, mask in ((sample["input_ids"], sample["action_mask"]) for sample in samples)
+        for t in range(1, len(ids))
+        if whole or mask[t]
+    ]
+    return -sum(logps, start=table.sum() * 0) / max(1, len(logps))
 
 
 def collate_pairs(pairs):
@@ -215,7 +287,7 @@ def divided_pairs(draw):
     return samples, [pairs[a:b] for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
 
 
-@pytest.mark.parametrize("loss_type", TYPES)
+@pytest.mark.parametrize("loss_type", [*TYPES, *WITHOUT_REFERENCE])
 @given(
     divided=divided_pairs(),
     beta=st.sampled_from([0.05, 0.1, 1.0]),
@@ -224,11 +296,20 @@ def divided_pairs(draw):
 )
 def test_value_and_gradient_are_those_of_the_oracle_for_any_split(loss_type, divided, beta, eps, nll):
     samples, parts = divided
+    own = {"nll_coeff": nll}
+    if loss_type in WITHOUT_REFERENCE:
+        eps, nll = (eps, nll) if loss_type == "cpo" else (0.0, 1.0 if loss_type == "orpo" else nll)
+        own = {} if loss_type == "orpo" else {"cpo_alpha": nll}
     slow = Bigram()
     expected = oracle(slow, samples, (beta, loss_type, eps, nll))
     expected.backward()
-    model, algorithm = Bigram(), RLAlgorithm("dpo", ConstantCredit(1.0), DPOLoss(beta, loss_type, eps, nll_coeff=nll))
-    totals = BatchTotals(float(len(samples)), 1.0, 0.0, 0.0, num_pairs=len(samples) / 2)
+    model, algorithm = Bigram(), RLAlgorithm("dpo", ConstantCredit(1.0), DPOLoss(beta, loss_type, eps, **own))
+    tokens = (
+        [sum(sample["action_mask"][1:]) for sample in samples[::2]],
+        [len(sample["input_ids"]) - 1 for sample in samples[::2]],
+    )
+    measured = {name: torch.tensor(float(sum(each))) for name, each in zip(NAMES, tokens, strict=True)}
+    totals = BatchTotals(float(len(samples)), 1.0, 0.0, 0.0, num_pairs=len(samples) / 2, measured=measured)
     value = 0.0
     for part in parts:
         loss, _ = algorithm.compute_loss(model, collate_pairs(part), totals=totals)
@@ -259,6 +340,19 @@ def test_unknown_losses_and_impossible_smoothing_are_refused():
 def test_a_negative_weight_of_the_likelihood_is_refused():
     with pytest.raises(ConfigError, match=r"nll_coeff \(-1\)"):
         make_dpo(nll_coeff=-1)
+
+
+def test_a_setting_of_another_loss_is_refused():
+    for settings in ({"loss_type": "simpo", "nll_coeff": 1.0}, {"cpo_alpha": 1.0}, {"loss_type": "orpo", "label_smoothing": 0.1}):
+        with pytest.raises(ConfigError, match="is no setting of loss_type="):
+            DPOLoss(**settings)
+
+
+def test_a_likelihood_over_tokens_needs_their_number_in_the_whole_mini_batch():
+    logits, batch = pair_batch([[0.5], [0.25]])
+    shared = SharedContext(logits, batch, totals=BatchTotals(4.0, 4.0, 0.0, 0.0, num_pairs=2.0))
+    with pytest.raises(ConfigError, match="needs preferred_tokens of all 2 pairs"):
+        DPOLoss(loss_type="cpo").compute(logits, batch, shared=shared)
 
 
 def test_a_batch_without_reference_or_pairs_says_what_it_lacks():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +26,7 @@ PREFERENCES: dict[str, Callable[..., Any]] = {"digits": DigitPreferences}
 """Built-in tasks, with `draw`, `heldout`, and pairs that have a `probability`."""
 
 Pairs = list[SAWItem]
-"""Chosen and rejected samples alternate."""
+"""Chosen and rejected samples alternate; or samples without a partner, for KTO."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,34 @@ class PairData:
     task: Any = None
     """What generated the pairs; None for data."""
 
+    @property
+    def units(self) -> list[Pairs]:
+        """The training samples by row: both of a pair, or one answer."""
+        return _divide(self.train)
+
+    @property
+    def unit(self) -> str:
+        """What a unit is: pairs, or answers."""
+        return "pairs" if all(len(unit) == 2 for unit in self.units[:1]) else "answers"
+
     @classmethod
-    def read(cls, recipe: PairsRecipe, tokenizer: Any, *, note: Callable[[str], None]) -> PairData:
+    def read(cls, recipe: PairsRecipe, tokenizer: Any, *, note: Callable[[str], None], unpaired: bool = False) -> PairData:
         """Read and tokenize all pairs, so that a wrong one is found before anything is written.
-        `note` receives a remark if `heldout_split` has no meaning for a file."""
+        `note` receives a remark if `heldout_split` has no meaning for a file. `unpaired`: rows may
+        have one answer. Of these, a desirable and an undesirable one are measured as a pair."""
         if recipe.data is None:
             return _generate_pairs(recipe, tokenizer)
-        train, left_out = _load_pairs(recipe, tokenizer, recipe.data, recipe.split, Draw(recipe.limit, recipe.seed))
+        load = partial(_load_pairs, recipe, tokenizer, unpaired=unpaired)
+        train, left_out = load(recipe.data, recipe.split, Draw(recipe.limit, recipe.seed))
         is_file = Path(recipe.data).expanduser().is_file()
         if recipe.heldout_data is not None or (recipe.heldout_split is not None and not is_file):
             source, split = recipe.heldout_data or recipe.data, recipe.heldout_split or recipe.split
-            heldout, heldout_left_out = _load_pairs(recipe, tokenizer, source, split, Draw(recipe.heldout_limit))
-            return cls(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
+            heldout, heldout_left_out = load(source, split, Draw(recipe.heldout_limit))
+            return cls(train, _match(heldout), left_out=left_out, heldout_left_out=heldout_left_out)
         if recipe.heldout_split is not None:
             note(f"{recipe.data} is a file, which has no split {recipe.heldout_split}; {recipe.heldout:.0%} of it are held out")
-        train, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
+        train, heldout = split_by_prompt(_divide(train), recipe.heldout)
+        heldout = _match(heldout)
         measured = Draw(recipe.heldout_limit).of(len(heldout) // 2)
         return cls(train, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
 
@@ -74,12 +88,11 @@ class PairData:
         """Numbers of pairs and tokens, of pairs with a sample that was cut to `max_seq_len`, and
         of skipped rows by reason."""
         return {
-            "pairs": len(self.train) // 2,
+            "unit": self.unit,
+            "pairs": len(self.units),
             "heldout_pairs": len(self.heldout) // 2,
             "tokens": sum(len(item.input_ids) for item in self.train),
-            "pairs_cut": sum(
-                any("truncation" in item.meta for item in pair) for pair in zip(self.train[::2], self.train[1::2], strict=True)
-            ),
+            "pairs_cut": sum(any("truncation" in item.meta for item in unit) for unit in self.units),
             "left_out": dict(self.left_out),
             "heldout_left_out": dict(self.heldout_left_out),
         }
@@ -107,7 +120,28 @@ def _generate_pairs(recipe: PairsRecipe, tokenizer: Any) -> PairData:
     return PairData(train, heldout, *accuracies, rows, heldout_rows, task=task)
 
 
-def _load_pairs(recipe: PairsRecipe, tokenizer: Any, source: str, split: str, draw: Draw) -> tuple[Pairs, Counter[str]]:
+def _divide(items: Pairs) -> list[Pairs]:
+    """The samples of each row, which are neighbours."""
+    size = 2 if len(items) > 1 and items[0].meta["pair_id"] == items[1].meta["pair_id"] else 1
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def _match(items: Pairs) -> Pairs:
+    """Pairs as they are; single answers as pairs of a desirable and an undesirable one, in their
+    order. Those that are left over of one kind are not measured."""
+    if not items or len(_divide(items)[0]) == 2:
+        return items
+    chosen, rejected = ([item for item in items if item.meta["role"] == role] for role in ("chosen", "rejected"))
+    return [
+        replace(item, meta={**item.meta, "pair_id": f"match_{number}"})
+        for number, pair in enumerate(zip(chosen, rejected, strict=False))
+        for item in pair
+    ]
+
+
+def _load_pairs(
+    recipe: PairsRecipe, tokenizer: Any, source: str, split: str, draw: Draw, *, unpaired: bool
+) -> tuple[Pairs, Counter[str]]:
     """(pairs, number of skipped rows by reason)."""
     left_out: Counter[str] = Counter()
     renamed = {name: column for name, column in asdict(recipe.columns).items() if column is not None}
@@ -121,6 +155,7 @@ def _load_pairs(recipe: PairsRecipe, tokenizer: Any, source: str, split: str, dr
         label_col=label,
         limit=draw.limit,
         seed=draw.seed,
+        unpaired=unpaired,
         left_out=left_out,
         **_tokenizer_options(recipe),
     )

@@ -215,7 +215,7 @@ class TorchBackend(ModelPasses, BackendBase):
         if ranks.is_distributed():
             for gathered in rows.values():
                 dist.all_reduce(gathered)
-        return replace(totals, measured={**measured, **rows})
+        return replace(totals, measured={**totals.measured, **measured, **rows})
 
     def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
         """Add the gradient of one micro-batch. Returns its loss and its statistics."""

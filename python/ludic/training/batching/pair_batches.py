@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ludic import _core
 from ludic.errors import shorten_names
+from ludic.training import ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
 from ludic.training.batching.packing import MicroBatch, Packing, Rows, refuse_columns, select_rows, truncate_and_flag
@@ -19,6 +21,7 @@ from ludic.training.batching.preference import collate_meta, find_pair_rows, val
 from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
+from ludic.training.loss.batch import PREFERRED_LENGTH, PREFERRED_TOKENS
 from ludic.training.samples.preference import PREFERENCE_KEYS
 from ludic.training.types import SAWItem
 
@@ -153,7 +156,13 @@ class PreferenceMiniBatch(SampleMiniBatch):
         super().__init__(batch, rows, cfg, meta_keys=meta_keys)
 
     def _totals(self, rows: Rows) -> BatchTotals:
-        return batch_totals(self.batch, rows, self.cfg.model_device, num_pairs=float(self._in_pairs.sum()) / 2)
+        pairs, table = rows[self._in_pairs].reshape(-1, 2), self.batch.table
+        preferred = [row + (self.batch.items[row].meta["label"] < 0.5) for row in pairs[:, 0]]  # chosen, or else rejected
+        sums = [float(counts[preferred].sum()) for counts in (table.target_counts, table.lengths - 1)]
+        if self.batch.share is None:
+            sums = ranks.sum_over_ranks(sums, self.cfg.model_device)
+        measured = dict(zip((PREFERRED_TOKENS, PREFERRED_LENGTH), map(torch.tensor, sums), strict=True))
+        return replace(batch_totals(self.batch, rows, self.cfg.model_device, num_pairs=float(len(pairs))), measured=measured)
 
     def _plan_lines(self) -> Packing | _core.Plan:
         greedy = self.cfg.packing == "greedy"

@@ -4,7 +4,7 @@ of a reward model, or by the implicit rewards of direct preference optimization.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +25,10 @@ from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.dpo import TIE, DPOLoss
+from ludic.training.loss.kto import KTOLoss
 from ludic.training.loss.logprobs import weigh_values
 from ludic.training.preflight.layouts import with_right_layout
-from ludic.training.reference import PrecomputedReference, computes_trees, score_actions
+from ludic.training.reference import PrecomputedReference, computes_trees, item_key, score_actions
 from ludic.training.rm_config import RMTrainerConfig
 from ludic.training.types import SAWItem
 
@@ -144,10 +145,12 @@ MEASURED = (
 
 class ImplicitRewardEvaluator(PreferenceEvaluator):
     """Measures pairs by the implicit reward of each response, beta (log pi - log pi_ref) summed
-    over its action tokens (Rafailov et al. 2023, eq. 5), by TRL's names. As the evaluator of a
-    `Trainer` it logs `eval/rewards/accuracies` and so on.
+    over its action tokens (Rafailov et al. 2023, eq. 5), or the one of a loss without a
+    reference, by TRL's names. As the evaluator of a `Trainer` it logs `eval/rewards/accuracies` and
+    so on.
 
-    `loss` is the training's, with its label smoothing and without `nll_coeff`. `ece` and the
+    `loss` is the training's, with its label smoothing and without a likelihood term; with KTO, the
+    KL divergence is that of the measured samples. `ece` and the
     percentiles of the margins are as in `PreferenceMetrics` for the probability sigmoid(margin),
     which the sigmoid loss fits. With several ranks each scores its share, and all get the metrics.
     """
@@ -158,27 +161,33 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
         items: Sequence[SAWItem],
         cfg: TrainerConfig,
         *,
-        loss: DPOLoss,
-        reference: PrecomputedReference,
+        loss: DPOLoss | KTOLoss,
+        reference: PrecomputedReference | None,
+        mismatched: Mapping[bytes, SAWItem] | None = None,
     ) -> None:
         """`model`: a model in this process, or the backend that has it. `reference` has the samples
-        of `items`."""
+        of `items`, unless the loss reads none. `mismatched`: what KTO estimates the KL divergence
+        from, by the `item_key` of the samples."""
         metrics = PreferenceMetrics(both_orders=True, thresholds=None)
         super().__init__(model, items, cfg, metrics=metrics, score_type=loss.score_type)
-        self._loss, self._reference = loss, reference
+        self._loss, self._reference, self._mismatched = loss, reference, mismatched
 
     def measure(self) -> dict[str, float]:
         """`MEASURED`, and the number of dropped pairs by `DROP_REASONS`. Before training all
         margins are 0, and no pair is right."""
-        logps, ratios, lengths = self._sums()
+        logps, sums, lengths = self._sums(self.batch)
+        kl = 0.0
+        if self._mismatched:
+            mismatched = [self._mismatched[item_key(item)] for item in self.batch.items]
+            kl = max(0.0, float(self._sums(MacroBatch.ingest(mismatched, self._cfg.max_seq_len))[1].mean()))
         labels = np.array([float(item.meta["label"]) for item in self.batch.items[::2]])
-        rewards = self._loss.beta * ratios
+        rewards = self._loss.rewards(sums, lengths).numpy()
         chosen, rejected = rewards[::2], rewards[1::2]
-        tie = np.abs(ratios[::2] - ratios[1::2]) <= TIE * (np.abs(logps[::2]) + np.abs(logps[1::2]))
+        tie = np.abs(chosen - rejected) <= self._loss.beta * TIE * (np.abs(logps[::2]) + np.abs(logps[1::2]))
         self.metrics.reset()
         self.metrics.update(chosen, np.where(tie, chosen, rejected), labels)
-        scaled = ratios / lengths if self._loss.divides_by_length else ratios
-        losses = self._loss.of_differences(torch.from_numpy(scaled[::2] - scaled[1::2]), torch.from_numpy(labels))
+        rows = slice(0, None, 2), slice(1, None, 2)
+        losses = self._loss.of_pairs(sums, lengths, rows, torch.from_numpy(labels), kl)
         computed = self.metrics.compute()
         counts = self.batch.counts()
         return {
@@ -194,19 +203,18 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
             **{name: counts[name] for name in DROP_REASONS},
         }
 
-    def _sums(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[N] float64 sums of the log-probabilities and of the log-ratios of each sample, and its
-        number of action tokens."""
+    def _sums(self, batch: MacroBatch) -> tuple[Floats, torch.Tensor, torch.Tensor]:
+        """[N] float64 sums of the log-probabilities of each sample, the same or with a reference
+        its log-ratio, and its number of action tokens."""
         own = score_actions(
-            self.batch,
+            batch,
             self._cfg,
-            lambda batch: forward_action_logprobs(self._passes, batch).wait(),
+            lambda part: forward_action_logprobs(self._passes, part).wait(),
             trees=computes_trees(self._passes),
         )
-        known = [self._reference.of_item(item) for item in self.batch.items]
-        ratios = [float((logps.double() - before.double()).sum()) for logps, before in zip(own, known, strict=True)]
-        return (
-            np.array([float(logps.double().sum()) for logps in own]),
-            np.array(ratios),
-            np.array([max(1, len(each)) for each in own]),
-        )
+        if (reference := self._reference) is None:
+            sums = [each.double().sum() for each in own]
+        else:
+            sums = [(each.double() - reference.of_item(item).double()).sum() for each, item in zip(own, batch.items, strict=True)]
+        logps = np.array([float(each.double().sum()) for each in own])
+        return logps, torch.stack(sums), torch.tensor([max(1, len(each)) for each in own])

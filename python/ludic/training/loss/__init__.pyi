@@ -25,6 +25,7 @@ from ludic.training.loss.info_seed import (
     SeedContrastiveLoss as SeedContrastiveLoss,
 )
 from ludic.training.loss.kl import EntropyBonus as EntropyBonus, KLLoss as KLLoss, TokenKLLoss as TokenKLLoss
+from ludic.training.loss.kto import KTOLoss as KTOLoss
 from ludic.training.loss.listwise import ListwiseClipLoss as ListwiseClipLoss, ListwiseLoss as ListwiseLoss
 from ludic.training.loss.logprobs import (
     compute_logp_action as compute_logp_action,

@@ -38,6 +38,11 @@ Normalizer = Literal["samples", "tokens", "pairs"]
 """What a loss is a mean over."""
 
 
+PREFERRED_TOKENS, PREFERRED_LENGTH = "preferred_tokens", "preferred_length"
+"""Names of the number of predicted action tokens, and of all predicted tokens, of the preferred
+samples of all pairs."""
+
+
 class Correction(Protocol):
     """Weights the gradient of each token by the difference between trainer and sampler; see
     `loss.correction`."""
@@ -65,7 +70,8 @@ class BatchTotals:
     """Population standard deviation."""
     num_pairs: float = 0.0
     measured: Mapping[str, Tensor] = field(default_factory=dict)
-    """Sums from `Loss.first_pass`, by name; for the names of `Loss.gathers`, [N, ...] rows."""
+    """Sums from `Loss.first_pass`, by name; for the names of `Loss.gathers`, [N, ...] rows. Of
+    pairs, `PREFERRED_TOKENS` and `PREFERRED_LENGTH`."""
 
     @classmethod
     def from_columns(cls, weights: NDArray[Any], target_counts: NDArray[Any], *, num_pairs: float = 0.0) -> BatchTotals:

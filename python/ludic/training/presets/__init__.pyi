@@ -22,5 +22,6 @@ from ludic.training.presets.reward_models import (
     make_bradley_terry as make_bradley_terry,
     make_dpo as make_dpo,
     make_grpo_with_rm as make_grpo_with_rm,
+    make_kto as make_kto,
     make_scalerl_with_rm as make_scalerl_with_rm,
 )

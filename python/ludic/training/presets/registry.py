@@ -59,6 +59,7 @@ PRESETS: dict[str, Preset] = {
     "grpo": Preset("group_relative:make_grpo", "arXiv:2402.03300"),
     "grpo_rm": Preset("reward_models:make_grpo_with_rm", "arXiv:2402.03300", "with_reward_model"),
     "gspo": Preset("group_relative:make_gspo", "arXiv:2507.18071"),
+    "kto": Preset("reward_models:make_kto", "arXiv:2402.01306", "preference"),
     "maxent_grpo": Preset("maxent:make_maxent_grpo", "d'Aliberti 2026"),
     "pass_at_k": Preset("group_relative:make_pass_at_k", "arXiv:2508.10751"),
     "reinforce": Preset("policy_gradient:make_reinforce", "Williams 1992"),

@@ -16,6 +16,7 @@ from ludic.training.credit_assignment import (
 from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.dpo import DPOLoss, DPOLossType
+from ludic.training.loss.kto import KTOLoss
 from ludic.training.loss.preference import RegularizationType, ScoreRegularization
 from ludic.training.loss.statistics import Estimator
 from ludic.training.presets.cispo import add_kl
@@ -117,8 +118,19 @@ def make_dpo(
     label_smoothing: float = 0.0,
     length_normalize: bool | None = None,
     nll_coeff: float = 0.0,
+    cpo_alpha: float | None = None,
+    simpo_gamma: float | None = None,
     name: str = "dpo",
 ) -> RLAlgorithm:
-    """Direct preference optimization (arXiv:2305.18290) for `DPOTrainer`; `loss_type="ipo"` is IPO
-    (arXiv:2310.12036). `DPOLoss` has the formulas."""
-    return RLAlgorithm(name, ConstantCredit(1.0), DPOLoss(beta, loss_type, label_smoothing, length_normalize, nll_coeff))
+    """Direct preference optimization (arXiv:2305.18290) for `DPOTrainer`; with `loss_type` IPO,
+    robust DPO, CPO, SimPO and ORPO. `DPOLoss` has the formulas and papers."""
+    loss = DPOLoss(beta, loss_type, label_smoothing, length_normalize, nll_coeff, cpo_alpha, simpo_gamma)
+    return RLAlgorithm(name, ConstantCredit(1.0), loss)
+
+
+def make_kto(
+    *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0, name: str = "kto"
+) -> RLAlgorithm:
+    """Kahneman-Tversky optimization (arXiv:2402.01306) for `DPOTrainer`, of pairs or of single
+    answers. `KTOLoss` has the formula."""
+    return RLAlgorithm(name, ConstantCredit(1.0), KTOLoss(beta, desirable_weight, undesirable_weight))

@@ -8,7 +8,12 @@ A row has a `chosen` and a `rejected` response, in one of TRL's formats:
     {"chosen": [...], "rejected": [...]}                        the prefix is the prompt
 
 If `prompt` is text and the responses are conversations, the text is ignored because they repeat it,
-unless they begin with the assistant. Conversations can also have `tools` and
+unless they begin with the assistant. A row for KTO may instead have one answer, in TRL's unpaired
+format, and becomes one sample, without a partner:
+
+    {"prompt": "2+2=", "completion": "4", "label": true}        or lists of messages
+
+Conversations can also have `tools` and
 `chat_template_kwargs`, which are passed to the template. Both samples end with the end token of the
 response: what a template adds after it is never sampled, and a reward model reads its score at the
 last token.
@@ -36,6 +41,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ludic.data import DataSet, load_data
+from ludic.data.formats import Kind
 from ludic.errors import DataError, DataKeyError, RowError, check_value
 from ludic.inference.prompts.template import encode_text, read_template_kwargs
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens, append_eos, tokenize_prompt_completion
@@ -81,17 +87,8 @@ class PreferenceItems:
         """
         label = check_label(label, where)
         chosen, rejected = row.get("chosen"), row.get("rejected")
-        if isinstance(chosen, str) and isinstance(rejected, str):
-            samples = self._tokenize_texts(row, chosen, rejected, where)
-        elif _are_messages(chosen) and _are_messages(rejected):
-            samples = self._tokenize_conversations(row, chosen, rejected, where)
-        else:
-            kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
-            raise DataError(f"{where}: chosen and rejected must both be text or both be lists of messages, not {kinds}")
-        meta: dict[str, Any] = {"pair_id": pair_id, "label": label}
-        if prompt := row.get("prompt"):  # equal for all pairs of a prompt, also where their samples are cut differently
-            encoded = json.dumps(prompt, sort_keys=True, default=str).encode()
-            meta["prompt_digest"] = hashlib.blake2b(encoded, digest_size=16).hexdigest()
+        samples = self._tokenize(row, {"chosen": chosen, "rejected": rejected}, where)
+        meta = {"pair_id": pair_id, "label": label, **_identify_prompt(row)}
         metas = ({**meta, "role": role} for role in ("chosen", "rejected"))
         first, second = (_make_item(sample, meta, as_arrays=self.as_arrays) for sample, meta in zip(samples, metas, strict=True))
         if same_tokens(first, second):
@@ -101,36 +98,52 @@ class PreferenceItems:
             raise RowError(message, reason="same_responses_when_cut" if was_cut else "same_responses")
         return first, second
 
-    def _tokenize_texts(self, row: Row, chosen: str, rejected: str, where: str) -> list[TruncatedTokens]:
+    def of_answer(self, row: Row, where: str, *, pair_id: str | int) -> SAWItem:
+        """Return the sample of a row with one answer: its role is `chosen` if the row's `label` is
+        true, else `rejected`, and its `pair_id` must be its own. Raises as `of_row`."""
+        [sample] = self._tokenize(row, {"completion": row.get("completion")}, where)
+        role = "chosen" if row.get("label") else "rejected"
+        return _make_item(
+            sample, {"pair_id": pair_id, "label": 1.0, "role": role, **_identify_prompt(row)}, as_arrays=self.as_arrays
+        )
+
+    def _tokenize(self, row: Row, answers: Mapping[str, Any], where: str) -> list[TruncatedTokens]:
+        """One sample for each answer, by the name of its column."""
+        if all(isinstance(answer, str) for answer in answers.values()):
+            return self._tokenize_texts(row, answers, where)
+        if all(_are_messages(answer) for answer in answers.values()):
+            return self._tokenize_conversations(row, list(answers.values()), where)
+        kinds = " and ".join(type(answer).__name__ for answer in answers.values())
+        raise DataError(f"{where}: {' and '.join(answers)} must both be text or both be lists of messages, not {kinds}")
+
+    def _tokenize_texts(self, row: Row, answers: Mapping[str, str], where: str) -> list[TruncatedTokens]:
         prompt = row.get("prompt")
         if prompt is not None and not isinstance(prompt, str):
             raise DataError(f"{where}: prompt must be text where the responses are, not {type(prompt).__name__}")
         if self.use_chat_template:
             if not prompt:
                 raise DataError(f"{where} has no prompt, which use_chat_template needs")
-            for text, role in ((chosen, "chosen"), (rejected, "rejected")):
+            for name, text in answers.items():
                 if not text:
-                    raise RowError(f"{where} has an empty {role} response; leave the row out", reason="empty_response")
+                    raise RowError(f"{where} has an empty {name} response; leave the row out", reason="empty_response")
             question = [{"role": "user", "content": prompt}]
-            answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
-            return [self._tokenize_conversation(row, question, answer, where) for answer in answers]
+            replies = [[{"role": "assistant", "content": text}] for text in answers.values()]
+            return [self._tokenize_conversation(row, question, reply, where) for reply in replies]
         if prompt:
-            both = [tokenize_prompt_completion(self.tokenizer, prompt, text, where) for text in (chosen, rejected)]
+            each = [tokenize_prompt_completion(self.tokenizer, prompt, text, where) for text in answers.values()]
         else:
-            ids = [append_eos(self.tokenizer, encode_text(self.tokenizer, text)) for text in (chosen, rejected)]
-            both = _split_common_prefix(ids)
-        return [truncate_left(tokens, self.max_length) for tokens in both]
+            ids = [append_eos(self.tokenizer, encode_text(self.tokenizer, text)) for text in answers.values()]
+            each = _split_common_prefix(ids)
+        return [truncate_left(tokens, self.max_length) for tokens in each]
 
-    def _tokenize_conversations(
-        self, row: Row, chosen: list[Message], rejected: list[Message], where: str
-    ) -> list[TruncatedTokens]:
+    def _tokenize_conversations(self, row: Row, answers: list[list[Message]], where: str) -> list[TruncatedTokens]:
         prompt = row.get("prompt")
-        if isinstance(prompt, str) and chosen[0].get("role") == "assistant":
+        if isinstance(prompt, str) and answers[0][0].get("role") == "assistant":
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, list):
-            shared = count_common_messages(chosen, rejected)
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        return [self._tokenize_conversation(row, prompt, answer, where) for answer in (chosen, rejected)]
+            shared = count_common_messages(answers[0], answers[-1])
+            prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+        return [self._tokenize_conversation(row, prompt, answer, where) for answer in answers]
 
     def _tokenize_conversation(
         self, row: Row, prompt: Sequence[Message], answer: Sequence[Message], where: str
@@ -165,6 +178,14 @@ def conversation_tokens(
     [tokens] = chat.tokenize([*prompt, *answer], tools=tools, first=len(prompt), where=where)
     end = len(tokens.action_mask) - tokens.action_mask[::-1].index(1)
     return ChatTokens(tokens.input_ids[:end], tokens.action_mask[:end])
+
+
+def _identify_prompt(row: Row) -> dict[str, str]:
+    """For the `meta` of the row's samples: equal for all rows of a prompt, also where their samples
+    are cut differently."""
+    prompt = row.get("prompt")
+    encoded = json.dumps(prompt, sort_keys=True, default=str).encode()
+    return {"prompt_digest": hashlib.blake2b(encoded, digest_size=16).hexdigest()} if prompt else {}
 
 
 def add_system_prompt(prompt: Sequence[Message], system_prompt: str | None) -> list[Message]:
@@ -320,6 +341,7 @@ def _make_items(
     label_col: str | None,
     strict: bool = False,
     strict_labels: bool = False,
+    unpaired: bool = False,
     left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
     items: list[SAWItem] = []
@@ -330,7 +352,10 @@ def _make_items(
         if strict_labels:
             check_label(label, where(index))
         try:
-            items.extend(pair_maker.of_row(row, where(index), pair_id=f"pref_{index}", label=label))
+            if unpaired:
+                items.append(pair_maker.of_answer(row, where(index), pair_id=f"pref_{index}"))
+            else:
+                items.extend(pair_maker.of_row(row, where(index), pair_id=f"pref_{index}", label=label))
         except DataError as error:
             if strict:
                 raise
@@ -357,11 +382,13 @@ def load_preference_items(
     max_length: int | None = None,
     use_chat_template: bool = False,
     system_prompt: str | None = None,
+    unpaired: bool = False,
     left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
     """Return the samples of a JSONL, JSON, CSV or parquet file, of a folder, or of a data set id
     for the `datasets` library. Rows are in one of TRL's preference formats, or have two scored
-    responses as in SHP.
+    responses as in SHP. With `unpaired`, for KTO, they may have a `completion` and a `label` that
+    is true or false, which `label_col` renames.
 
     `columns` maps names to columns (`{"chosen": "better"}`); `config` and `split` are for ids and
     folders. At most `limit` rows are read; they are drawn at random with `seed`, since data sets
@@ -371,10 +398,24 @@ def load_preference_items(
     probability. A row that gives no pair is skipped with a warning and counted in `left_out`
     (`preference_dataset_to_saw_items`), and so is a row with two equal scores (`equal_scores`).
     """
-    data = load_data(source, kind="preference", columns=columns, config=config, split=split, limit=limit, seed=seed)
+    other_kind: Kind | None = "unpaired_preference" if unpaired else None
+    if unpaired and label_col is not None:
+        columns = {**(columns or {}), "label": label_col}
+    data = load_data(
+        source,
+        kind="preference",
+        other_kind=other_kind,
+        columns=columns,
+        config=config,
+        split=split,
+        limit=limit,
+        seed=seed,
+    )
     pair_maker = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
     if left_out is not None and data.table.equal_scores:
         left_out["equal_scores"] += len(data.table.equal_scores)
+    if data.kind == other_kind:
+        return _make_items(pair_maker, data.rows, data.where, label_col=None, unpaired=True, left_out=left_out)
     return _make_items(pair_maker, data.rows, data.where, label_col=label_col, strict_labels=True, left_out=left_out)
 
 
