@@ -90,6 +90,9 @@ def test_weights_and_caches_are_those_of_the_config() -> None:
     assert found.kv_cache == 10 * 128 * 4 * 2 * 2 * 32 * 4
     half = estimate("dtype=bfloat16")
     assert (half.weights, half.gradients, half.optimizer) == (2 * weights, 2 * weights, 16 * weights)  # with masters
+    matrices = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384)  # which muon steps, with one moment
+    assert estimate("trainer.optimizer=muon").optimizer == 8 * (weights - matrices) + 4 * matrices
+    assert estimate("trainer.optimizer=adamw8bit").optimizer == 2 * weights
     adapted = estimate("lora.rank=8")
     per_layer = 8 * (2 * (128 + 128) + 2 * (128 + 64) + 2 * (128 + 384) + (384 + 128))
     assert adapted.trained == 4 * per_layer

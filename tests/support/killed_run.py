@@ -1,6 +1,6 @@
-"""A run of 8 steps that a test can kill: `python killed_run.py FOLDER SHARING`. It resumes from the
-latest checkpoint in FOLDER. When it ends, it writes the losses of its own steps and a digest of the
-weights. SHARING: `prefix_sharing`; not off, samples share prompts."""
+"""A run of 8 steps that a test can kill: `python killed_run.py FOLDER SHARING [OPTIMIZER]`. It
+resumes from the latest checkpoint in FOLDER. When it ends, it writes the losses of its own steps
+and a digest of the weights. SHARING: `prefix_sharing`; not off, samples share prompts."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from ludic.training import CheckpointConfig, Trainer, make_grpo
 STEPS = 8
 
 
-def main(folder, sharing):
+def main(folder, sharing, optimizer="adamw"):
     torch.set_num_threads(1)
     random.seed(5)
     torch.manual_seed(5)
@@ -25,7 +25,7 @@ def main(folder, sharing):
         model=model,
         algo=make_grpo(group_size=4),
         batch_source=DrawingSource(share=sharing != "off"),
-        cfg=cpu_config(minibatches_per_batch=2, prefix_sharing=sharing),
+        cfg=cpu_config(minibatches_per_batch=2, prefix_sharing=sharing, optimizer=optimizer),
         checkpoint_config=CheckpointConfig(folder / "checkpoints", every_n_steps=1),
         resume_from=folder / "checkpoints" / latest["last_checkpoint"] if (latest := read_latest(folder)) else None,
     )
@@ -45,4 +45,4 @@ def read_latest(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

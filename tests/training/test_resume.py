@@ -1,14 +1,17 @@
 """A killed and resumed run equals the uninterrupted run: same losses and weights, bit for bit."""
 
+import copy
 import json
 import random
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from training_samples import DrawingSource, assert_same_tensors, cpu_config, tiny_model, weights_of, without_times
 
-from ludic.training import CheckpointConfig, Trainer, make_grpo
+from ludic.training import CheckpointConfig, LoraSettings, Trainer, make_grpo
 from ludic.training.rng import preserved_rng, rng_state, set_rng_state
 
 STEPS = 5
@@ -24,8 +27,9 @@ def trainer_of(folder, **options):
     cfg = cpu_config(
         minibatches_per_batch=2, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1, **options.pop("config", {})
     )
+    dtype = getattr(torch, options.pop("dtype", "float32"))
     return Trainer(
-        model=tiny_model(options.pop("model_seed", 0), attention_dropout=0.2),
+        model=tiny_model(options.pop("model_seed", 0), attention_dropout=0.2).to(dtype),
         algo=make_grpo(group_size=4),
         batch_source=DrawingSource(share=cfg.prefix_sharing != "off"),
         cfg=cfg,
@@ -74,6 +78,38 @@ def test_resuming_a_run_on_prefix_trees_gives_the_same_losses_and_weights(whole_
     rest = [without_times(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
     assert rest == stats[killed_after:]
     assert_same_tensors(weights_of(trainer.model), weights)
+
+
+HAS_8BIT = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "lora"),
+    [
+        ("muon", "float32", True),
+        ("muon", "bfloat16", False),
+        ("adafactor", "float32", False),
+        ("adamw", "float16", False),  # with a scale of the loss
+        ("own_optimizers:make", "float32", False),
+        pytest.param("adamw8bit", "bfloat16", False, marks=HAS_8BIT),
+    ],
+)
+def test_a_run_of_every_optimizer_resumes(optimizer, dtype, lora, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own_optimizers.py").write_text(
+        "import torch\n"
+        "def make(named, cfg):\n"
+        "    groups = [{'params': [p for n, p in named if n.endswith('bias') == part]} for part in (True, False)]\n"
+        "    return torch.optim.RMSprop(groups, lr=cfg.lr, momentum=0.9)\n"
+    )
+    options = {"config": {"optimizer": optimizer}, "dtype": dtype, "lora_config": LoraSettings(rank=2) if lora else None}
+    seed_everything(7)
+    whole = trainer_of(tmp_path / "run", **copy.deepcopy(options))
+    stats = [without_times(whole.train_step_sync()) for _ in range(4)]
+    seed_everything(99)
+    rest = trainer_of(tmp_path / "run", resume_from=2, model_seed=0 if lora else 1, **options)
+    assert [without_times(rest.train_step_sync()) for _ in range(2)] == stats[2:]
+    assert_same_tensors(weights_of(rest.model), weights_of(whole.model))
 
 
 def test_the_run_depends_on_the_random_generators(whole_run, tmp_path):

@@ -342,6 +342,9 @@ def serve(
     think_limits: Annotated[
         bool, typer.Option(help="Enforce `max_think` of a request: end its thinking after that many tokens.")
     ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="Make samples independent of the other requests in the batch, where vLLM can.")
+    ] = False,
     compiled: Annotated[
         bool, typer.Option(help="Compile the model and capture CUDA graphs: slower start, faster sampling.")
     ] = False,

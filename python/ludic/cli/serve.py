@@ -44,6 +44,7 @@ class ServeSettings:
     weights: str = "auto"
     client_tags: bool = False
     think_limits: bool = False
+    batch_invariant: bool = False
     lora_rank: int = 0
     compiled: bool = False
     ready_timeout_s: float = 600.0
@@ -108,6 +109,7 @@ def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
         client_tags=settings.client_tags,
         think_limits=settings.think_limits,
         weights=_choose_weights(settings),
+        env={"VLLM_BATCH_INVARIANT": "1"} if settings.batch_invariant else None,
     )
 
 

@@ -65,7 +65,7 @@ class ShardingSettings:
         for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype not in (None, torch.float32, torch.bfloat16):
-                raise ConfigError(f"{name} ({dtype}) must be float32 or bfloat16: float16 needs loss scaling")
+                raise ConfigError(f"{name} ({dtype}) must be float32 or bfloat16; for float16, load the model in it")
 
 
 def make_mesh(settings: ShardingSettings, device: torch.device | str) -> DeviceMesh:

@@ -21,7 +21,7 @@ _PARTS = ("script", "training", "model")
 _SPECIAL = (
     *("train_grpo_objective", "maxent_reference_logprobs_source", "maxent_use_clip_objective", "clip_range", "maxent_clip_range"),
     *("controller_meta_enabled", "info_seed_enabled", "use_vllm", "vllm_mode", "adam_beta1", "adam_beta2", "num_processes"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "bf16", "max_prompt_length"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "bf16", "fp16", "max_prompt_length"),
     *("vllm_server_host", "vllm_server_port"),
 )
 _DEFAULTS: Mapping[str, Any] = {
@@ -244,8 +244,9 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
         settings.pop("task.args.answer_column")
     if flat.get("run_name") is not None:
         settings["report_args.name"] = flat["run_name"]
-    if flat.get("bf16"):
-        settings["trainer.mixed_precision_dtype"] = "bf16"
+    for name in ("bf16", "fp16"):
+        if flat.get(name):
+            settings["trainer.mixed_precision_dtype"] = name
     lengths = [flat.get("max_prompt_length"), flat.get("max_completion_length")]
     if None not in lengths:
         longest = sum(int(length or 0) for length in lengths)

@@ -127,8 +127,10 @@ batch_size, or rollout.prompts of `ludic train`; trainer.micro_token_budget size
 rollout.prompts, with rollout.group_size answers to each <- generation_batch_size
 trainer.minibatches_per_batch=N for N optimizer steps on a batch of answers <- steps_per_generation
 trainer.betas=[0.9,0.999] <- adam_beta1 adam_beta2
-trainer.lr_min_ratio for min_lr_rate; the others have no counterpart <- lr_scheduler_kwargs
-trainer.mixed_precision_dtype=bf16; float16 is not for weights that are trained <- bf16 fp16
+trainer.lr_min_ratio for min_lr_rate, trainer.decay_ratio for num_decay_steps of wsd; the others have no counterpart <-
+    lr_scheduler_kwargs
+trainer.optimizer=adamw, muon, adafactor or adamw8bit, or your own as module:factory <- optim optim_args optim_target_modules
+trainer.mixed_precision_dtype=bf16, or fp16 <- bf16 fp16
 trainer.model_device=cpu <- use_cpu
 sharding.kind=full and ranks=N <- fsdp fsdp_config deepspeed parallelism_config accelerator_config
 callbacks.keep_best=METRIC, or trainer.early_stopping_patience to end with the best weights <-
@@ -165,7 +167,6 @@ task.kind=module:Class, a task of your own; in Python docs/rollouts.md too <- en
 value."""
 
 REASONS = _read("""
-not yet: AdamW is the only optimizer <- optim optim_args optim_target_modules
 not yet: the losses of pairs are sigmoid, ipo and robust <- ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting
     discopop_tau
 a mean is over the whole batch, of all ranks <- average_tokens_across_devices
@@ -390,7 +391,6 @@ every token of an answer is scored <- maxent_score_tail_tokens
 an answer is never weighed with another step's reference <- maxent_allow_stale_reference_logprobs
 weights that cannot be computed are an error <- maxent_allow_empty_weight_fallback
 reference.source=adapters_off is the policy without adapters; a policy is no reference of itself <- maxent_share_reference_model
-float16 is not for weights that are trained <- fp16
 max_steps says how long to train <- num_train_epochs
 write ludic train --resume RUN <- resume_from_checkpoint
 write ludic train --resume RUN, or model=FOLDER for its weights alone <- init_from_checkpoint

@@ -207,8 +207,7 @@ class CommonSettings:
     tokenizer: Optional[str] = MISSING  # noqa: UP045
     """Folder or hub id; null: the tokenizer of `model`, or the byte tokenizer."""
     dtype: str = MISSING
-    """Type of the weights: float32, bfloat16, or auto, the type in the model's files. float16 is
-    only for weights that are not trained."""
+    """Type of the weights: float32, bfloat16, float16, or auto, the type in the model's files."""
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """How `model` is loaded: `{revision: BRANCH, attn_implementation: flash_attention_2}`; also
     experts_implementation, subfolder and variant."""

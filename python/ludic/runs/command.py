@@ -134,6 +134,7 @@ class RunCommand:
         them is raised on all, before there is a folder."""
         from ludic.runs.loggers import Screen, check_trackers
         from ludic.training import ranks
+        from ludic.training.backend.optimizers import find_own
         from ludic.training.backend.precision import check_precision
 
         module, _, name = self.kind.run_class.partition(":")
@@ -143,7 +144,8 @@ class RunCommand:
             screen = Screen(console, every=recipe.log_every)
             run_class: type[TrainingRun[Any, Any, Any]] = getattr(import_module(module), name)
             parts = run_class.build(recipe, screen.note)
-            check_precision(parts.model)
+            check_precision(parts.model, master_weights=recipe.trainer.master_weights)
+            find_own(recipe.trainer.optimizer)
         return run_class, screen, parts
 
     def open(self, *, follows: bool) -> tuple[Any, RunDirectory | None]:

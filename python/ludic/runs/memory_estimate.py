@@ -33,12 +33,14 @@ from ludic.recipes.model import (
 from ludic.recipes.schema import LoraSection, Recipe
 from ludic.recipes.sections import QuantizationSection, ReferenceSection, switches_adapters_off
 from ludic.training.backend.forward import CHUNKED_FROM
+from ludic.training.backend.optimizers import hidden_matrices
 from ludic.training.loss.token_scores import count_tile_elements
 
 WIDE = 4
 """Bytes of float32."""
-OPTIMIZER_STATE = 2 * WIDE
-"""AdamW's two moments of each trained parameter, in float32."""
+OPTIMIZER_STATE = {"muon": WIDE, "adafactor": 0, "adamw8bit": 2}
+"""Bytes of state for a trained parameter; AdamW, and another optimizer, has two moments in float32.
+Muon: for one of `hidden_matrices`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Settings:
     """Sequences that are sampled together in this process; 0: none are."""
     lora: LoraSection
     """With the rank 0 every weight is trained."""
+    optimizer: str = "adamw"
+    """As `TrainerConfig.optimizer`."""
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
     reference: ReferenceSection | None = None
     """The reference that scores the batches of `ludic train`; None if the algorithm reads none."""
@@ -76,6 +80,7 @@ class Settings:
             checkpointing=recomputes_activations(recipe),
             concurrency=concurrency,
             lora=recipe.lora,
+            optimizer=recipe.trainer.optimizer,
             quantization=recipe.quantization,
             reference=reference,
         )
@@ -99,7 +104,7 @@ class MemoryEstimate:
     """With the frozen copy that is the reference, if there is one."""
     gradients: int
     optimizer: int
-    """AdamW's state, and float32 masters of trained weights in half precision."""
+    """The optimizer's state, and float32 masters of trained weights in half precision."""
     activations: int
     """What the backward pass of a full micro-batch needs."""
     logits: int
@@ -160,6 +165,8 @@ class MemoryEstimator:
         dequantized = max((dense for dense, _ in layers), default=0)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         count = sum(parameter.numel() for parameter in trained)
+        own = sum(each.numel() for each in hidden_matrices(model)) if settings.optimizer == "muon" else count
+        state = own * OPTIMIZER_STATE.get(settings.optimizer, 2 * WIDE) + (count - own) * 2 * WIDE
         half = sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
         text = self.config.get_text_config()
         logits, is_chunked = 0 if self._scores else tokens * text.vocab_size, settings.logits == "chunked"
@@ -176,7 +183,7 @@ class MemoryEstimator:
             trained=count,
             weights=_count_bytes(parameters) + copy - sum(dense - stored for dense, stored in layers),
             gradients=_count_bytes(trained),
-            optimizer=OPTIMIZER_STATE * count + 2 * WIDE * half,  # a master, and its gradient
+            optimizer=state + 2 * WIDE * half,  # a master, and its gradient
             activations=saved + dequantized,
             # All logits with their gradient, or three tiles in float32.
             logits=3 * WIDE * min(tile, logits) if is_chunked else 2 * logits * dtype.itemsize,

@@ -33,7 +33,7 @@ _FREE = (
 )
 """Settings, or prefixes of settings, that may differ on resume: they change where a run executes
 and writes, not its result."""
-DECAYING = ("cosine", "linear")
+DECAYING = ("cosine", "linear", "wsd")
 """Schedules that reach their minimum at the number of steps that the run began with."""
 _FOLDER = ("name", "output")
 _MORE = re.compile(r"steps=\+(\d{1,12})")

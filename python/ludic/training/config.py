@@ -18,15 +18,16 @@ from ludic.errors import BudgetError, ConfigError, Rules, check_value, did_you_m
 Packing = Literal["optimal", "greedy", "padding_free"]
 LogitsPath = Literal["auto", "full", "chunked"]
 PrefixSharing = Literal["auto", "off", "tree"]
-SchedulerType = Literal["cosine", "linear", "constant", "constant_with_warmup"]
+SchedulerType = Literal["cosine", "linear", "wsd", "constant", "constant_with_warmup"]
 
 SCHEDULER_TYPES: tuple[str, ...] = get_args(SchedulerType)
+OPTIMIZERS = ("adamw", "muon", "adafactor", "adamw8bit")
 CHOICES = {
     "packing": get_args(Packing),
     "logits": get_args(LogitsPath),
     "prefix_sharing": get_args(PrefixSharing),
     "lr_scheduler_type": SCHEDULER_TYPES,
-    "mixed_precision_dtype": ("bf16",),
+    "mixed_precision_dtype": ("bf16", "fp16"),
     "early_stopping_mode": ("auto", "min", "max"),
 }
 LEAST = {
@@ -103,16 +104,21 @@ class TrainerConfig:
     is not moved. `auto` in the settings of a run: the default, on the machine that trains."""
     runtime_device: str | None = None
     """Device that published weights are moved to; None leaves them on `model_device`."""
+    optimizer: str = "adamw"
+    """adamw, muon, adafactor, adamw8bit (of bitsandbytes, the extra `qlora`), or your own, as
+    `module:factory`. The factory gets the trained parameters, a list of (name, parameter), and
+    this config, and returns a torch optimizer; the groups are then its own."""
     lr: float = 1e-5
-    """Learning rate of AdamW, before the schedule."""
+    """Learning rate, before the schedule. Muon takes the rates of AdamW; for adafactor the rate is
+    relative to the size of the weights, such as 1e-3."""
     weight_decay: float = 0.01
-    """Weight decay of AdamW."""
+    """Weight decay, decoupled as in AdamW: a step subtracts lr * weight_decay * weight."""
     decay_biases_and_norms: bool = True
     """False: no weight decay for parameters of fewer than two dimensions."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Betas of AdamW."""
+    """Betas of adamw and adamw8bit, and of what muon leaves to AdamW."""
     eps: float = 1e-8
-    """Epsilon of AdamW."""
+    """Epsilon, as `betas`."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient to this L2 norm. None means no clipping."""
     max_seq_len: int = 1024
@@ -124,12 +130,14 @@ class TrainerConfig:
     sync_every_steps: int = 1
     """Publish the weights after every this many steps; 0: never."""
     master_weights: bool = True
-    """Step bfloat16 parameters as float32 copies and round them back: most updates are too small
-    to change a bfloat16 weight. False: step them in bfloat16, which saves 10 bytes per parameter
-    but leaves most parameters unchanged. Float32 parameters are always stepped directly."""
+    """Step bfloat16 and float16 parameters as float32 copies and round them back: most updates are
+    too small to change a bfloat16 weight. False: step them in bfloat16, which saves 10 bytes per
+    parameter but leaves most parameters unchanged. Float32 parameters are always stepped
+    directly."""
     mixed_precision_dtype: str | None = None
-    """"bf16": run the forward passes of a float32 model under autocast. None means to compute in
-    the model's dtype. Weights and optimizer state keep the dtype that the model was loaded in."""
+    """"bf16" or "fp16": run the forward passes of a float32 model under autocast. None means to
+    compute in the model's dtype. Weights and optimizer state keep the dtype that the model was
+    loaded in. float16 scales the loss (`backend.precision.LossScale`)."""
     temperature: float = 1.0
     """The policy is softmax(logits / temperature). Set it to the sampling temperature if the
     sampler returns log-probabilities after temperature scaling (vLLM's `processed_logprobs`)."""
@@ -197,7 +205,9 @@ class TrainerConfig:
     max_empty_batches: int = 100
     """Raise an error after this many batches in a row without a sample to train on."""
     lr_min_ratio: float = 0.0
-    """Final learning rate of `cosine` and `linear`, as a fraction of `lr`."""
+    """Final learning rate of `cosine`, `linear` and `wsd`, as a fraction of `lr`."""
+    decay_ratio: float = 0.1
+    """The last part of all steps, in which `wsd` decays, linearly."""
     skip_zero_weight: bool = True
     """Skip the forward pass of samples with weight 0 if the loss gives them no gradient. They still
     count in the denominators."""
@@ -253,6 +263,8 @@ class TrainerConfig:
             self._check(name, whole=True, least=least)
         for name, choices in CHOICES.items():
             self._check(name, choices=choices)
+        if ":" not in self.optimizer:
+            self._check("optimizer", "or module:factory, your own", choices=OPTIMIZERS)
         for name in ("lr", "weight_decay"):
             self._check(name, least=0, below=math.inf)
         self._check("eps", above=0, below=math.inf)
@@ -264,7 +276,7 @@ class TrainerConfig:
         self._check("peak_tflops", "989 for an H100; None looks it up", above=0, below=math.inf)
         self._check("temperature", "1 leaves the policy unchanged", above=0, below=math.inf)
         self._check("eval_timeout_s", "None means no limit", above=0)
-        for name in ("warmup_ratio", "lr_min_ratio"):
+        for name in ("warmup_ratio", "lr_min_ratio", "decay_ratio"):
             self._check(name, least=0, most=1)
         self._check("early_stopping_min_delta", least=0)
         check_budget(self.micro_token_budget, self.max_seq_len)

@@ -95,8 +95,8 @@ class RMTrainer(Trainer):
         )
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
-        """Return AdamW; with `use_differential_lr` or `head_only_weight_decay` the head has its own
-        parameter group."""
+        """Return the optimizer of the config; with `use_differential_lr` or
+        `head_only_weight_decay` the head has its own parameter group."""
         return build_optimizer(
             self.model,
             self.cfg,

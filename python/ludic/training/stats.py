@@ -89,7 +89,7 @@ def default_reducers() -> dict[str, Reducer]:
 
 RESERVED_KEYS = frozenset(
     {
-        *("step", "loss", "reported_loss", "grad_norm", "lr", "optimizer_steps"),
+        *("step", "loss", "reported_loss", "grad_norm", "lr", "optimizer_steps", "loss_scale", "skipped_steps"),
         *("num_samples", "target_rollouts", "played_rollouts", "effective_rollouts"),
         *("avg_total_reward", SAMPLED_REWARD, "reward_std", "frac_reward_zero_std", "entropy"),
         *("avg_completion_length", "min_completion_length", "max_completion_length"),

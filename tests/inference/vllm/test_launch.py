@@ -333,7 +333,7 @@ def serving(tmp_path, mode, *options):
 
 
 def test_serve_reports_readiness_and_ctrl_c_stops_everything(tmp_path):
-    options = ["--lora-rank", "8", "--weights", "disk", "--client-tags", "--", "--seed", "7"]
+    options = ["--lora-rank", "8", "--weights", "disk", "--client-tags", "--batch-invariant", "--", "--seed", "7"]
     proc, facts, port = serving(tmp_path, "ok", *options)
     said = []
     deadline = threading.Timer(90, proc.kill)
@@ -357,6 +357,8 @@ def test_serve_reports_readiness_and_ctrl_c_stops_everything(tmp_path):
     assert "Traceback" not in rest
     assert found["arguments"][-2:] == ["--seed", "7"]
     assert after(found["arguments"], "--max-lora-rank") == "8"
+    assert "--batch-invariant" not in found["arguments"]
+    assert found["environment"]["VLLM_BATCH_INVARIANT"] == "1"
     assert wait_for_end(found["child"])
 
 

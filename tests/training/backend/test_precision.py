@@ -1,14 +1,16 @@
 """Float32 master weights of half-precision parameters, which the optimizer steps."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, NonFiniteError
 from ludic.training import CheckpointConfig, LoraSettings, ReinforceLoss, RLAlgorithm, Trainer
-from ludic.training.backend.precision import MasterWeights
+from ludic.training.backend.precision import LossScale, MasterWeights
 from ludic.training.credit_assignment import ConstantCredit
 
 ALGO = RLAlgorithm("plain", ConstantCredit(1.0), ReinforceLoss())
@@ -220,6 +222,73 @@ def test_published_weights_have_the_dtype_of_the_model():
     assert publisher.dtypes == {torch.bfloat16}
 
 
-def test_float16_is_refused_and_the_error_names_the_remedy():
-    with pytest.raises(ConfigError, match=r"is float16, .* load the model in bfloat16"):
-        make_trainer(tiny_model().half())
+def test_float16_weights_that_would_be_stepped_as_such_are_refused():
+    with pytest.raises(ConfigError, match=r"is float16 .*master_weights is False.*leave master_weights on"):
+        make_trainer(tiny_model().half(), master_weights=False)
+
+
+# -- the scale of the loss
+
+
+def scaled_trainer(model, monkeypatch, start, *, weight=1.0, **changes):
+    """A trainer whose scale begins at `start`."""
+    monkeypatch.setattr(LossScale, "START", float(start))
+    cfg = cpu_config(lr=1e-3, max_grad_norm=None, **changes)
+    return Trainer(model=model, algo=ALGO, batch_source=ListSource(sorting_items(8, weight=weight)), cfg=cfg)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_scaled_loss_keeps_gradients_that_float16_rounds_to_nothing(monkeypatch, mixed):
+    model, changes = (tiny_model(), {"mixed_precision_dtype": "fp16"}) if mixed else (tiny_model().half(), {})
+    weight = 1e-5
+    exact = scaled_trainer(tiny_model(), monkeypatch, 1, weight=weight).train_step_sync()["train/grad_norm"]
+    lost = scaled_trainer(copy.deepcopy(model), monkeypatch, 1, weight=weight, **changes).train_step_sync()
+    kept = scaled_trainer(model, monkeypatch, 65536, weight=weight, **changes).train_step_sync()
+    assert kept["train/grad_norm"] == pytest.approx(exact, rel=0.02)
+    assert abs(lost["train/grad_norm"] / exact - 1) > 10 * abs(kept["train/grad_norm"] / exact - 1)
+    assert (kept["train/loss_scale"], kept["train/skipped_steps"]) == (65536, 0)
+
+
+def test_a_step_whose_scaled_gradient_overflows_is_skipped_and_halves_the_scale(monkeypatch):
+    trainer = scaled_trainer(tiny_model().half(), monkeypatch, 2.0**40)
+    before, stats = weights_of(trainer.model), trainer.train_step_sync()
+    assert_same_tensors(weights_of(trainer.model), before)
+    assert (stats["train/loss_scale"], stats["train/skipped_steps"], stats["train/grad_norm"]) == (2.0**39, 1, 0)
+    assert not trainer.optimizer.state
+    while stats["train/skipped_steps"]:
+        stats = trainer.train_step_sync()
+    assert stats["train/grad_norm"] > 0
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {1.0}
+
+
+def test_a_gradient_that_no_scale_makes_finite_is_an_error(monkeypatch):
+    trainer = scaled_trainer(tiny_model().half(), monkeypatch, 2)
+    trainer.model.model.layers[0].mlp.down_proj.weight.register_hook(lambda gradient: gradient * float("inf"))
+    assert trainer.train_step_sync()["train/loss_scale"] == 1
+    with pytest.raises(NonFiniteError, match=r"not finite.*No weight was changed"):
+        trainer.train_step_sync()
+
+
+def test_the_scale_doubles_after_2000_steps_that_were_not_skipped():
+    model = tiny_model().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = LossScale(model, optimizer, cpu_config())
+    seen = []
+    for finite in [*[True] * 1999, False, *[True] * 2000, True]:
+        assert scale.update(is_finite=finite)
+        seen.append(scale.value)
+    # as torch.amp.GradScaler: 2^16, halved once, and the count begins anew
+    assert seen == [65536.0] * 1999 + [32768.0] * 2000 + [65536.0] * 2
+
+
+def test_models_without_float16_have_no_scale():
+    trainer = make_trainer(half_model())
+    assert "train/loss_scale" not in trainer.train_step_sync()
+    assert "loss_scale" not in trainer.optimizer.param_groups[0]
+
+
+def test_a_resumed_run_has_the_scale_of_its_checkpoint(monkeypatch, tmp_path):
+    monkeypatch.setattr(LossScale, "START", 2.0**40)
+    options = {"checkpoint_config": CheckpointConfig(tmp_path, every_n_steps=1)}
+    make_trainer(tiny_model().half(), **options).train_sync(2)
+    assert make_trainer(tiny_model().half(), resume_from=2, **options).train_step_sync()["train/loss_scale"] == 2.0**37

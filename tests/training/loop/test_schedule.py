@@ -37,6 +37,16 @@ def test_cosine_is_halfway_down_at_half_time():
     assert factors(5, kind="cosine", total_steps=4) == pytest.approx(expected)
 
 
+def test_wsd_is_stable_until_its_last_steps():
+    # 8 of 10 steps at 1, then p = 0, 1/2, 1: 0.2 + 0.8 * (1 - p)
+    expected = [0.5, *[1.0] * 8, 0.6, 0.2, 0.2]
+    options = {"kind": "wsd", "warmup_steps": 2, "total_steps": 10, "min_ratio": 0.2}
+    assert factors(12, **options, decay_ratio=0.2) == pytest.approx(expected)
+    assert factors(12, **options, decay_ratio=1.0) == factors(12, **{**options, "kind": "linear"})  # nothing is stable
+    cfg = TrainerConfig(lr_scheduler_type="wsd", decay_ratio=0.3)
+    assert LearningRateSchedule.from_config(cfg, 10).factor(8) == pytest.approx(2 / 3)  # p = 1/3
+
+
 def test_warmup_steps_override_warmup_ratio():
     cfg = TrainerConfig(lr_scheduler_type="linear", warmup_ratio=0.5)
     assert LearningRateSchedule.from_config(cfg, 10).warmup_steps == 5

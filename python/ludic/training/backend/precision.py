@@ -1,5 +1,5 @@
-"""The precision of forward passes, and float32 master copies of half-precision parameters. The
-optimizer steps the masters; the model computes in its own dtype.
+"""The precision of forward passes, float32 master copies of half-precision parameters, and the
+scale of a float16 loss. The optimizer steps the masters; the model computes in its own dtype.
 
 A bfloat16 number has 8 significant bits: an update below 1/512 of a weight rounds to nothing, and
 at the learning rates of post-training nearly every update is that small. The masters keep what
@@ -8,6 +8,7 @@ rounding drops (Micikevicius et al., arXiv:1710.03740, section 3.1).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,15 +19,16 @@ from ludic.errors import ConfigError
 from ludic.training.config import TrainerConfig
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER = "master"
 """The key of the master in the state that the optimizer's state dict has for a parameter."""
 
 
 def autocast(cfg: TrainerConfig) -> AbstractContextManager[Any]:
-    """A context in which forward passes run in bfloat16 if `mixed_precision_dtype` is set."""
+    """A context in which forward passes run in the `mixed_precision_dtype`, if it is set."""
     if cfg.mixed_precision_dtype is None:
         return nullcontext()
-    return torch.autocast(torch.device(cfg.model_device).type, dtype=torch.bfloat16)
+    return torch.autocast(torch.device(cfg.model_device).type, dtype=AUTOCAST[cfg.mixed_precision_dtype])
 
 
 class MasterWeights:
@@ -114,9 +116,45 @@ class MasterWeights:
         return {**state_dict, "state": {index: values for index, values in without_masters.items() if values}}
 
 
-def check_precision(model: nn.Module) -> None:
-    """Raise ConfigError if a trained parameter is float16: without loss scaling its gradients
-    underflow."""
+class LossScale:
+    """The factor of the loss of a model that computes in float16, whose small gradients would be 0
+    (Micikevicius et al., arXiv:1710.03740, section 3.2); 1 for other models.
+
+    By the rule and the numbers of `torch.amp.GradScaler`: 65536 at first; half after a gradient
+    that is not finite, whose step is skipped; twice after 2000 steps in a row. Unlike there it does
+    not fall below 1, where a gradient that is not finite is an error. It is kept in the first group
+    of the optimizer, and so saved and loaded with it.
+    """
+
+    START, GROWTH_INTERVAL = 65536.0, 2000
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, cfg: TrainerConfig) -> None:
+        self._optimizer = optimizer
+        self.is_on = cfg.mixed_precision_dtype == "fp16" or any(each.dtype == torch.float16 for each in model.parameters())
+
+    @property
+    def value(self) -> float:
+        return float(self._optimizer.param_groups[0].get("loss_scale", self.START)) if self.is_on else 1.0
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Divide the gradients by the scale."""
+        for gradient in (each.grad for each in parameters if self.is_on and each.grad is not None):
+            gradient.mul_(1 / self.value)
+
+    def update(self, *, is_finite: bool) -> bool:
+        """Set the scale for the next step. Returns False for a gradient that no scale explains."""
+        if not self.is_on or not (is_finite or self.value > 1):
+            return is_finite
+        group = self._optimizer.param_groups[0]
+        steps = group.get("finite_steps", 0) + 1 if is_finite else 0
+        factor = 0.5 if not is_finite else 2.0 if steps == self.GROWTH_INTERVAL else 1.0
+        group |= {"loss_scale": self.value * factor, "finite_steps": steps % self.GROWTH_INTERVAL}
+        return True
+
+
+def check_precision(model: nn.Module, *, master_weights: bool) -> None:
+    """Raise ConfigError if a weight would be stepped in float16: nearly all updates underflow."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise ConfigError(f"{name} is float16, whose gradients underflow; load the model in bfloat16 or float32")
+        if not master_weights and parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ConfigError(f"{name} is float16 and master_weights is False; its updates underflow: leave master_weights on")

@@ -46,7 +46,7 @@ from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses, trains_without_logits
 from ludic.training.backend.memory import FreedMemory, MemoryProfile
-from ludic.training.backend.precision import MasterWeights, autocast, check_precision
+from ludic.training.backend.precision import LossScale, MasterWeights, autocast, check_precision
 from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches, WeightStream
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
@@ -63,8 +63,8 @@ T = TypeVar("T")
 def build_optimizer(
     model: nn.Module, cfg: TrainerConfig, *, backbone_lr_mult: float | None = None, head_only_weight_decay: bool = False
 ) -> torch.optim.Optimizer:
-    """AdamW over the trained parameters, in groups if learning rates or weight decays differ
-    (`parameter_groups`)."""
+    """The optimizer that `cfg` names (`backend.optimizers`) over the trained parameters, in groups
+    if learning rates or weight decays differ (`parameter_groups`)."""
     groups = parameter_groups(
         model,
         lr=cfg.lr,
@@ -73,6 +73,10 @@ def build_optimizer(
         head_only_weight_decay=head_only_weight_decay,
         decay_biases_and_norms=cfg.decay_biases_and_norms,
     )
+    if cfg.optimizer != "adamw":
+        from ludic.training.backend.optimizers import make_optimizer
+
+        return make_optimizer(model, cfg, groups)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
 
 
@@ -98,7 +102,7 @@ class TorchBackend(ModelPasses, BackendBase):
         enable_gradient_checkpointing: bool = False,
         worker: SerialWorker | None = None,
     ) -> None:
-        """`optimizer_factory` is called after the model is on its device. None means AdamW. With
+        """`optimizer_factory` is called after the model is on its device. None: as `cfg` says. With
         `worker` operations run in its thread, in the order of the calls, and calls return without
         waiting; with None each is computed when it is called."""
         super().__init__(model if is_sharded(model) else model.to(cfg.model_device), cfg)
@@ -106,10 +110,11 @@ class TorchBackend(ModelPasses, BackendBase):
         pin_rope(model, cfg.max_seq_len, again=True)
         if enable_gradient_checkpointing:
             enable_checkpointing(self.model)
-        check_precision(self.model)
+        check_precision(self.model, master_weights=cfg.master_weights)
         check_frozen(unwrap_model(self.model))
         self.optimizer = build_optimizer(self.model, cfg) if optimizer_factory is None else optimizer_factory()
         self._masters = MasterWeights(self.optimizer, enabled=cfg.master_weights)
+        self._scale = LossScale(self.model, self.optimizer, cfg)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self._averages = is_sharded(model) or isinstance(model, DistributedDataParallel)
@@ -233,7 +238,7 @@ class TorchBackend(ModelPasses, BackendBase):
             stats = with_reported_loss(loss, stats)
         profile.after_forward()
         with record_function("ludic.backward"):
-            (loss * self._gradient_scale).backward()
+            (loss * (self._gradient_scale * self._scale.value)).backward()
         return loss.detach().float(), {**stats, **profile.after_backward()}
 
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -254,19 +259,22 @@ class TorchBackend(ModelPasses, BackendBase):
         stepped = [self._masters.stepped_tensor(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
         if ranks.is_distributed() and not self._averages:
             sum_gradients(stepped)
+        self._scale.unscale(stepped)
         limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
         clipped = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
         norm = float(gather_tensor(clipped))  # of all ranks, before clipping; waits for the device
-        self._check_finite(norm, loss, pending)
+        is_taken = self._check_finite(norm, loss, pending)
         if lr_factor is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * lr_factor
-        self._masters.copy_changed_weights()
-        self.optimizer.step()
-        self._masters.write_back()
+        if is_taken:
+            self._masters.copy_changed_weights()
+            self.optimizer.step()
+            self._masters.write_back()
         self._clear_gradients()
         self._freed.return_to_system()  # activations and gradients, around the optimizer's state
-        return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
+        scaling = {"loss_scale": self._scale.value, "skipped_steps": float(not is_taken)} if self._scale.is_on else {}
+        return {"grad_norm": norm if is_taken else 0.0, "lr": self.optimizer.param_groups[0]["lr"], **scaling}
 
     def gradient_norm(self) -> float:
         """L2 norm of the gradient that this rank has accumulated; of a sharded model, of all ranks.
@@ -275,7 +283,7 @@ class TorchBackend(ModelPasses, BackendBase):
         gradients = [
             part.grad for each in tensors for part in {each, self._masters.stepped_tensor(each)} if part.grad is not None
         ]
-        return float(gather_tensor(nn.utils.get_total_norm(gradients))) if gradients else 0.0
+        return float(gather_tensor(nn.utils.get_total_norm(gradients))) / self._scale.value if gradients else 0.0
 
     def _clear_gradients(self) -> None:
         """Clear all gradients, also of parameters that the optimizer does not step: these would
@@ -283,12 +291,15 @@ class TorchBackend(ModelPasses, BackendBase):
         self.model.zero_grad(set_to_none=True)
         self._masters.zero_grad()
 
-    def _check_finite(self, norm: float, loss: Tensor | None, pending: list[tuple[MicroBatches, BatchTotals | None]]) -> None:
+    def _check_finite(self, norm: float, loss: Tensor | None, pending: list[tuple[MicroBatches, BatchTotals | None]]) -> bool:
+        """Whether the step is taken: not if the scale of a float16 loss was too large."""
         value = 0.0 if loss is None else float(loss)
-        broken = not torch.isfinite(torch.tensor([norm, value])).all()
-        if not ranks.max_over_ranks([float(broken)], self.cfg.model_device)[0]:
-            return
+        lost, infinite = (float(not math.isfinite(each)) for each in (value, norm))
+        lost_anywhere, infinite_anywhere = ranks.max_over_ranks([lost, infinite], self.cfg.model_device)
+        if not lost_anywhere and self._scale.update(is_finite=not infinite_anywhere):
+            return not infinite_anywhere
         self._clear_gradients()
+        broken = lost or infinite
         reports = (self._report(batch, totals) for batch, totals in pending) if broken else iter(["they are on another rank"])
         raise NonFiniteError(f"loss {value} with gradient norm {norm} is not finite; {'; '.join(reports)}. No weight was changed")
 

@@ -30,8 +30,9 @@ class LearningRateSchedule:
 
     Warm-up: `(step + 1) / warmup_steps`, so that the rate of the first step is not 0. Afterwards,
     with `p` the finished share of the remaining steps: `linear` is `1 - p`, `cosine` is
-    `(1 + cos(pi p)) / 2`, both scaled to end at `min_ratio`. `constant_with_warmup` stays
-    at 1; `constant` and None always are 1.
+    `(1 + cos(pi p)) / 2`, both scaled to end at `min_ratio`. `wsd` (warm-up, stable, decay;
+    arXiv:2404.06395, section 4.2) stays at 1 until the last `decay_ratio` of all steps, which are
+    as in `linear`. `constant_with_warmup` stays at 1; `constant` and None always are 1.
 
     >>> LearningRateSchedule("linear", warmup_steps=2, total_steps=6).factor(3)
     0.75
@@ -42,6 +43,7 @@ class LearningRateSchedule:
     total_steps: int = DEFAULT_TOTAL_STEPS
     """The step at which the decay ends. The rate stays at its minimum afterwards."""
     min_ratio: float = 0.0
+    decay_ratio: float = 0.1
 
     def __post_init__(self) -> None:
         check_value("lr_scheduler_type", self.kind, optional=True, choices=SCHEDULER_TYPES)
@@ -53,7 +55,7 @@ class LearningRateSchedule:
         `total_steps` None means 1,000,000."""
         total = DEFAULT_TOTAL_STEPS if total_steps is None else total_steps
         warmup = cfg.warmup_steps or int((cfg.warmup_ratio or 0.0) * total)
-        return cls(cfg.lr_scheduler_type, warmup, total, cfg.lr_min_ratio)
+        return cls(cfg.lr_scheduler_type, warmup, total, cfg.lr_min_ratio, cfg.decay_ratio)
 
     def factor(self, step: int) -> float:
         """The factor of `lr` at `step`."""
@@ -63,8 +65,11 @@ class LearningRateSchedule:
             return (step + 1) / self.warmup_steps
         if self.kind == "constant_with_warmup":
             return 1.0
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        decay = 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        begin = self.warmup_steps
+        if self.kind == "wsd":
+            begin = max(begin, self.total_steps - round(self.decay_ratio * self.total_steps))
+        done = min(1.0, max(0, step - begin) / max(1, self.total_steps - begin))
+        decay = 0.5 * (1 + math.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
         return self.min_ratio + (1 - self.min_ratio) * decay
 
     def state_dict(self, step: int) -> dict[str, int]:

@@ -139,11 +139,14 @@ class StepRecord:
         sizes = [*self._micro_sizes, *(count for count, _ in skipped)]
         steps = {
             "loss": Stat(host.get("loss", 0.0), rule="sum"),
-            "grad_norm": Stat(mean_or_zero([step["grad_norm"] for step in self._steps])),
+            "grad_norm": Stat(mean_or_zero([step["grad_norm"] for step in self._steps if not step.get("skipped_steps")])),
             "optimizer_steps": Stat(float(len(self._steps))),
         }
         if self._steps:
             steps["lr"] = Stat(self._steps[-1]["lr"])
+            if "loss_scale" in self._steps[-1]:
+                steps["loss_scale"] = Stat(self._steps[-1]["loss_scale"])
+                steps["skipped_steps"] = Stat(sum(step["skipped_steps"] for step in self._steps))
         return {**combine_micro_stats([*micro_stats, *skipped_stats], sizes), **steps}
 
     def _rollout_stats(self) -> dict[str, Stat]:

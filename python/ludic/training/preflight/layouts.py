@@ -25,7 +25,7 @@ from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES, PrefixTrees
 from ludic.models.wrappers import evaluation_mode, is_classifier, training_mode, unwrap_transformer
 from ludic.training import ranks
 from ludic.training.algorithm import Batch, forward_logits
-from ludic.training.backend.precision import autocast
+from ludic.training.backend.precision import AUTOCAST, autocast
 from ludic.training.batching.packing import to_tensors
 from ludic.training.config import TrainerConfig
 from ludic.training.rm_config import DPOTrainerConfig, RMTrainerConfig
@@ -190,7 +190,7 @@ def _warn_of_answers(model: nn.Module, alone: Sequence[Tensor], limit: float) ->
 
 def find_precision(model: nn.Module, cfg: TrainerConfig) -> float:
     """The relative size of a rounding in the forward pass: 2^-7 in bfloat16."""
-    computed = torch.bfloat16 if cfg.mixed_precision_dtype is not None else next(model.parameters()).dtype
+    computed = next(model.parameters()).dtype if cfg.mixed_precision_dtype is None else AUTOCAST[cfg.mixed_precision_dtype]
     return torch.finfo(computed).eps if computed.is_floating_point else 0.0
 
 
