@@ -185,6 +185,7 @@ def test_the_hash_covers_every_setting_except_the_output_folder() -> None:
     assert config_hash(compose(["name=other", "output=elsewhere"])) == base
     assert config_hash(compose(["seed=1"])) != base
     assert config_hash(compose(["task.args.right=0.3"])) != base
+    assert config_hash(compose(["callbacks.guard.ess=0.5"])) != base
 
 
 def test_the_trainer_sections_have_every_field_of_the_trainer_config() -> None:

@@ -85,6 +85,8 @@ def test_a_number_is_refused_if_and_only_if_it_is_out_of_bounds(number, value):
         (["lora.alpha=2"], r"lora\.alpha \(2\.0\) needs lora\.rank;"),
         (["lora.target_modules=[q_proj]"], r"lora\.target_modules \(.*\) needs lora\.rank"),
         (["callbacks.stop.patience=2"], r"callbacks\.stop\.patience \(2\) needs callbacks\.stop\.metric"),
+        (["callbacks.guard.action=skip"], r"callbacks\.guard\.action \(skip\) needs callbacks\.guard\.ess"),
+        (["callbacks.guard.ess=0.5", "callbacks.guard.patience=2"], r"guard\.patience \(2\) needs callbacks\.guard\.action=stop"),
         (["rollout.over_sampling_factor=inf"], r"rollout\.over_sampling_factor \(inf\) .*finite"),
         (["inference.timeout_s=0"], r"inference\.timeout_s \(0\.0\) .*above 0; .*deadline"),
         (["rollout.over_sampling_factor=0.5"], r"rollout\.over_sampling_factor \(0\.5\) .*at least 1 and finite$"),

@@ -14,6 +14,7 @@ from ludic.training import FrozenModel, LoraSettings, RLAlgorithm, apply_lora, m
 from ludic.training.batching.rank_plans import RankShare
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.info_seed import InfoSeed
+from ludic.training.loss import M2PO
 from ludic.training.presets import make_maxent_grpo
 
 ALGORITHMS = {
@@ -21,6 +22,7 @@ ALGORITHMS = {
     "likelihood": {"beta": 0.1, "form": "likelihood", "clip_coeff": 0.3, "kl_level": "sequence"},
     "tempered": {"scale": "tempered"},
     "grpo": None,
+    "m2po": None,
     "pairs": None,
     "seeds infonce": None,
     "seeds ce": None,
@@ -37,6 +39,8 @@ def make(name):
         return make_maxent_grpo(group_size=PLAIN, info_seed=InfoSeed(SEEDS, coeff=1.0, loss=name.split()[1]))
     if name == "pairs":
         return PAIRS
+    if name == "m2po":
+        return make_grpo(group_size=GROUP_SIZE, reference_kl=0.2, correction=M2PO(2.0))
     if settings is None:
         return make_grpo(group_size=GROUP_SIZE, reference_kl=0.2)
     return make_maxent_grpo(group_size=GROUP_SIZE, tau=0.3, **settings)

@@ -12,17 +12,38 @@ from gathering_loss import PairLoss
 from hypothesis import HealthCheck, given, settings, strategies as st
 from loss_batches import Bigram
 from maxent_batches import GROUP_SIZE, episodes, gradient_by_hand, gradient_of_the_trainer
-from training_samples import ListSource, assert_same_tensors, branching_items, cpu_config, sorting_items, tiny_model, weights_of
+from training_samples import (
+    ListSource,
+    assert_same_tensors,
+    branching_items,
+    cpu_config,
+    gradients_of,
+    sorting_items,
+    tiny_model,
+    weights_of,
+)
 
 from ludic.errors import ConfigError, DataError
 from ludic.models.prefix_trees import PREFIX_TREES
-from ludic.training import LoraSettings, RLAlgorithm, Trainer, apply_lora, make_cispo, make_dr_grpo, make_grpo, make_scalerl
-from ludic.training.algorithm import compose_preprocess, forward_batch
+from ludic.training import (
+    LoraSettings,
+    RLAlgorithm,
+    Trainer,
+    apply_lora,
+    collate_saw_items,
+    make_cispo,
+    make_dr_grpo,
+    make_grpo,
+    make_scalerl,
+)
+from ludic.training.algorithm import compose_preprocess, forward_batch, forward_logits
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.coefficients import Coefficient
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.loss.correction import TruncatedImportanceSampling
+from ludic.training.loss.batch import LOG_RATIO_BOUND
+from ludic.training.loss.context import SharedContext
+from ludic.training.loss.correction import M2PO, TruncatedImportanceSampling
 from ludic.training.preparation import candidates_of, prepare
 from ludic.training.presets import make_maxent_grpo
 from ludic.training.reference import CachedReference, FrozenModel, WithoutAdapters
@@ -86,6 +107,27 @@ def test_the_gradient_equals_that_of_the_unsplit_batch(name, budget, packing, me
     assert largest > 1e-3
     assert_same_tensors(split, whole, atol=1e-6 * max(1.0, largest))
     assert prepared.stats["reference/scored"] == len(prepared.macro.items)
+
+
+def test_m2po_drops_the_same_tokens_however_the_step_is_divided():
+    """By hand: the largest |log w| of all samples is dropped until the mean square is at most the
+    threshold."""
+    items, algo = episodes(TURNS, seed=7), make_cispo(group_size=GROUP_SIZE, correction=M2PO(2.0))
+    batch = dict(collate_saw_items(items, pad_token_id=0, device="cpu"))
+    shared = SharedContext(forward_logits(model(), batch), batch)
+    ratios = (shared.current_logp - shared.sampler_logp).detach()[shared.token_mask.bool()].abs().sort().values.tolist()
+    kept = list(ratios)
+    while sum(ratio**2 for ratio in kept) / len(kept) > 2.0:
+        kept.pop()
+    assert 0.1 * len(ratios) < len(kept) < 0.9 * len(ratios)
+    batch[LOG_RATIO_BOUND] = torch.full((len(items),), (kept[-1] + ratios[len(kept)]) / 2)
+    model().zero_grad(set_to_none=True)
+    algo.compute_loss(model(), batch)[0].backward()
+    whole = gradients_of(model())
+    for config in ({}, {"micro_token_budget": 150, "packing": "padding_free"}, {"micro_token_budget": 120, "merge_turns": False}):
+        split, prepared = gradient_of_the_trainer(algo, items, model(), **config)
+        assert_same_tensors(split, whole, atol=1e-5)
+        assert prepared.macro.sample_columns[LOG_RATIO_BOUND][0] == pytest.approx(ratios[len(kept)], rel=1e-4)
 
 
 def test_weights_computed_on_each_part_alone_would_give_another_gradient():

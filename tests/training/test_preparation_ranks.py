@@ -20,7 +20,7 @@ def test_two_ranks_have_the_gradient_of_one_process_and_fail_together():
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     for found in said["results"]:
-        assert len(found) == 16
+        assert len(found) == 18
         for case, (largest, difference) in found.items():
             assert largest > 1e-3, case
             assert difference < 1e-6 * max(1.0, largest), case

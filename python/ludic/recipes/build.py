@@ -25,7 +25,7 @@ from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym
 from ludic.tasks.rewards import success_of
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
-from ludic.training.callbacks import Callback, CompletionTable, KeepBest, PushToHub, StopOnMetric
+from ludic.training.callbacks import Callback, CompletionTable, KeepBest, OffPolicyGuard, PushToHub, StopOnMetric
 from ludic.training.callbacks.base import check_watched
 from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
@@ -289,6 +289,8 @@ def build_callbacks(section: CallbacksSection, *, console: Any = None) -> list[C
         built.append(PushToHub(section.push_to_hub, private=section.private))
     if isinstance(section, RLCallbacksSection) and section.completions_every:
         built.append(CompletionTable(every=section.completions_every, rows=section.completions, console=console))
+    if isinstance(section, RLCallbacksSection) and section.guard.ess is not None:
+        built.append(OffPolicyGuard(**vars(section.guard)))
     own = [section.own] if isinstance(section.own, str) else section.own or []
     if not isinstance(own, list) or not all(isinstance(path, str) for path in own):
         raise ConfigError(f"callbacks.own ({own}) must be package.module:name, or a list of these")

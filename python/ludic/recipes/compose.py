@@ -161,6 +161,8 @@ def config_hash(recipe: Any, *, schedule_steps: int | None = None) -> str:
         content["place"] = {"actors": recipe.place.actors, "restarts": recipe.place.restarts}
     if recipe.callbacks.stop.metric is not None or recipe.callbacks.own:
         content["callbacks"] = {"stop": asdict(recipe.callbacks.stop), "own": recipe.callbacks.own}
+    if isinstance(recipe, Recipe) and recipe.callbacks.guard.ess is not None:
+        content["guard"] = asdict(recipe.callbacks.guard)
     if schedule_steps is not None:
         content["schedule_steps"] = schedule_steps
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

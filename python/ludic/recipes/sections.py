@@ -133,6 +133,19 @@ class CallbacksSection:
 
 
 @dataclass
+class GuardSection:
+    """Acts on batches that are too far off-policy, such as old ones."""
+
+    ess: Optional[float] = setting(None, above=0, most=1)  # noqa: UP045
+    """The least `mismatch/ess`, the effective share of a batch's tokens. Null: off."""
+    action: str = setting("lower", needs="callbacks.guard.ess")
+    """What is done with a batch below it. `lower`: its learning rate is multiplied by
+    `mismatch/ess` / `ess`. `skip`: it is not trained on. `stop`: nor is any later one."""
+    patience: int = setting(1, least=1, needs="callbacks.guard.action=stop")
+    """It ends at this number of such batches in a row."""
+
+
+@dataclass
 class RLCallbacksSection(CallbacksSection):
     """The callbacks of reinforcement, which can show sampled completions too."""
 
@@ -141,6 +154,7 @@ class RLCallbacksSection(CallbacksSection):
     rollouts.jsonl has them in any case."""
     completions: int = 5
     """Rows of that table, from the best reward to the worst."""
+    guard: GuardSection = field(default_factory=GuardSection)
 
 
 @dataclass

@@ -36,6 +36,7 @@ from ludic.training.callbacks import (
     Callback as Callback,
     CompletionTable as CompletionTable,
     KeepBest as KeepBest,
+    OffPolicyGuard as OffPolicyGuard,
     PushToHub as PushToHub,
     StopOnMetric as StopOnMetric,
     TrainingEvent as TrainingEvent,
@@ -89,6 +90,8 @@ from ludic.training.loggers import (
 from ludic.training.loop.profiler import Profiler as Profiler
 from ludic.training.loop.schedule import LearningRateSchedule as LearningRateSchedule
 from ludic.training.loss import (
+    DPPO as DPPO,
+    M2PO as M2PO,
     BatchTotals as BatchTotals,
     BradleyTerryLoss as BradleyTerryLoss,
     CISPOLoss as CISPOLoss,
@@ -100,6 +103,7 @@ from ludic.training.loss import (
     IcePop as IcePop,
     KLLoss as KLLoss,
     KTOLoss as KTOLoss,
+    KPop as KPop,
     ListwiseClipLoss as ListwiseClipLoss,
     ListwiseLoss as ListwiseLoss,
     Loss as Loss,

@@ -8,7 +8,7 @@ samples, and each token keeps its value in any layout:
 - `proximal_logps`: under the weights at the start of the step. In the first optimizer step of a
   batch these are the current ones. From the second on (`minibatches_per_batch`,
   `epochs_per_batch`) the ratio of policy to sampler includes the updates since then, and a
-  correction must not correct for these.
+  correction must not correct for these. A correction with a bound (`M2PO`) reads them too.
 - `reference_logps`: under a reference that does not change during training.
 - `actor_logps`: the sampled ones, where some are replaced (`RLAlgorithm.rescores`).
 """
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.errors import DataError
+from ludic.errors import DataError, DataKeyError
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.backend.forward import forward_action_logprobs
@@ -38,7 +38,8 @@ from ludic.training.info_seed.seed_tags import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.state import TrainerState
 from ludic.training.loss.base import adapted_loss
-from ludic.training.loss.context import split_actions
+from ludic.training.loss.batch import LOG_RATIO_BOUND
+from ludic.training.loss.context import SAMPLE_LOGPS, split_actions
 from ludic.training.reference import computes_trees, exchange_rows
 from ludic.training.types import BatchCredit, CandidateGroups, Candidates, SAWItem, Weighed
 from ludic.types import stored
@@ -88,10 +89,14 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
         facts = {name: np.array([read(item) for item in macro.items]) for name, read in run.algo.sample_columns.items()}
         macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
         stats |= _measure_seeds(run, macro)
-    if run.algo.correction is not None and run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch > 1:
-        skips, trees = skips_zero_weight(run), computes_trees(run.backend)
+    bound = getattr(run.algo.correction, "bound", None)
+    if bound is not None or (run.algo.correction is not None and run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch > 1):
+        skips, trees = bound is None and skips_zero_weight(run), computes_trees(run.backend)
         forward = _own_forward(run)
         macro = await add_token_column(macro, "proximal_logps", run.cfg, forward, skip_zero_weight=skips, trees=trees)
+        if bound is not None:
+            bounds = np.full(len(macro.items), bound(_gather_log_ratios(run, macro)))
+            macro = replace(macro, sample_columns={**macro.sample_columns, LOG_RATIO_BOUND: bounds})
     await _log_tokens(run, macro, run.current_step if batch_number is None else batch_number)
     return Prepared(macro, stats, groups)
 
@@ -141,6 +146,29 @@ def _as_column(item: SAWItem, logps: Sequence[float] | NDArray[Any], run: Traine
     return torch.from_numpy(_predicted(item, logps).astype(np.float32)).to(run.cfg.model_device)
 
 
+def _sampled(run: TrainerState, macro: MacroBatch) -> Mapping[int, Tensor]:
+    """Row -> [A] sampled log-probabilities. Raises DataKeyError for a sample without them."""
+    if "actor_logps" in macro.token_columns:
+        return macro.token_columns["actor_logps"]
+    found = {}
+    for row, item in enumerate(macro.items):
+        if item.attachments.actor_logps is None:
+            raise DataKeyError(f"{macro.name(row)} has no actor_logps; {SAMPLE_LOGPS}")
+        found[row] = _as_column(item, stored(item.attachments.actor_logps, "token_logps"), run)
+    return found
+
+
+def _gather_log_ratios(run: TrainerState, macro: MacroBatch) -> Tensor:
+    """[N] proximal_logps - actor_logps of the action tokens of all ranks, as losses compute it."""
+    own = macro.token_columns["proximal_logps"]
+    with ranks.agree("reading the sampled log-probabilities"):
+        sampled = _sampled(run, macro)
+    ratios = torch.cat([torch.zeros(0), *(own[row].float().cpu() - sampled[row].cpu() for row in sampled)])
+    if macro.share is not None:
+        return ratios
+    return torch.tensor([ratio for each in ranks.gather_json(ratios.tolist(), run.cfg.model_device) for ratio in each])
+
+
 async def _rescore(run: TrainerState, macro: MacroBatch, rescores: Callable[[SAWItem], bool]) -> MacroBatch:
     """The batch, with the trainer's own log-probabilities in place of those that the sampler
     reported for samples which `rescores` names."""
@@ -152,11 +180,7 @@ async def _rescore(run: TrainerState, macro: MacroBatch, rescores: Callable[[SAW
     if not has_logps:  # other ranks' samples have
         return macro
     named = {int(row) for row in rows}
-    logps = {}
-    for row, item in enumerate(macro.items):
-        sampled = item.attachments.actor_logps
-        assert sampled is not None  # the table has them for all samples, or for none
-        logps[row] = own[row] if row in named else _as_column(item, stored(sampled, "token_logps"), run)
+    logps = {row: own[row] if row in named else logp for row, logp in _sampled(run, macro).items()}
     sums = _sum_rows(logps, macro)
     return replace(
         macro,

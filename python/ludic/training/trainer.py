@@ -46,7 +46,7 @@ from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
 from ludic.training.loop.staleness import BatchFetcher, drop_stale
 from ludic.training.loop.state import SOURCE, TrainerState, add_ranks, restore_of_this_rank
-from ludic.training.loop.step_record import PhaseTimer, RankTimes, StepRecord, TimeLeft, TokenLog
+from ludic.training.loop.step_record import PhaseTimer, RankTimes, StepRecord, TimeLeft, TokenLog, combine_result
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.layouts import with_right_layout
@@ -338,11 +338,20 @@ class Trainer(TrainerState):
         return kind(macro, rows, self.cfg, skip_zero_weight=skips_zero_weight(self), with_positions=gathers)
 
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
+        if not record.rate:  # a callback skipped the batch
+            return
         at_start = first_epoch and (record.optimizer_steps == 0 or "proximal_logps" in mini_batch.batch.token_columns)
         with record.timer.phase("forward_backward"):
             result = await self.compute(lambda backend: backend.forward_backward(mini_batch, totals=mini_batch.totals))
+        if self.callbacks.reads_gradient and not record.optimizer_steps:
+            record.rate, record.rate_stats = await self.callbacks.scale_batch(combine_result(result, self.cfg.model_device))
+            if not record.rate:
+                await self.compute(lambda backend: with_defaults(backend).drop_gradient())
+                record.add(result, None)
+                return
         with record.timer.phase("optimizer"):
-            step = await self.compute(lambda backend: backend.optim_step(lr_factor=self.schedule.factor(self._step)))
+            factor = self.schedule.factor(self._step) * record.rate
+            step = await self.compute(lambda backend: backend.optim_step(lr_factor=factor))
         self._has_new_gradient |= step["grad_norm"] > 0
         record.add(result, step, at_step_start=at_start)
 

@@ -3,13 +3,15 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from training_samples import DrawingSource, assert_same_tensors, cpu_config, tiny_model, weights_of
+from training_samples import DrawingSource, ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
 
 from ludic.errors import ConfigError
-from ludic.training import CheckpointConfig, KeepBest, StopOnMetric, Trainer, make_grpo
+from ludic.training import CheckpointConfig, KeepBest, OffPolicyGuard, StopOnMetric, Trainer, make_grpo, make_sft
+from ludic.training.backend.protocol import BackendBase
 from ludic.training.callbacks.by_metric import Metric
 
 LOSSES = {2: 1.0, 4: 0.5, 6: 0.7, 8: 0.6, 10: 0.55, 12: 0.1}
@@ -179,3 +181,78 @@ def test_a_metric_that_the_evaluation_lacks_is_an_error_with_those_that_it_has()
     with pytest.raises(ConfigError, match="must be one of the evaluation's: eval/loss"):
         Metric("accuracy").read({"eval/loss": 1.0})
     assert Metric("train/loss").read({"train/step": 1.0}) is None
+
+
+def guarded(*callbacks, steps=3, folder=None, resume=None, algo=None, source=None, **config):
+    """A trainer and the statistics of its steps, on samples whose log-probabilities are made up, so
+    that `mismatch/ess` is far below 1."""
+    torch.manual_seed(7)
+    __import__("random").seed(7)
+    stats = []
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=algo or make_grpo(group_size=4),
+        batch_source=source or DrawingSource(8),
+        cfg=cpu_config(**config),
+        checkpoint_config=None if folder is None else CheckpointConfig(folder, every_n_steps=1, max_to_keep=9),
+        resume_from=resume,
+        callbacks=callbacks,
+    )
+    trainer.train_sync(steps - trainer.current_step, log_fn=stats.append)
+    return trainer, stats
+
+
+def test_a_skipped_batch_changes_neither_weights_nor_optimizer_and_is_counted():
+    trainer, stats = guarded(OffPolicyGuard(1.0, action="skip"), minibatches_per_batch=2)
+    assert_same_tensors(weights_of(trainer.model), weights_of(tiny_model()))
+    assert not trainer.optimizer.state
+    assert [each["guard/skipped"] for each in stats] == [1, 2, 3]
+    assert [(each["guard/rate"], each["train/optimizer_steps"], each["train/grad_norm"]) for each in stats] == [(0, 0, 0)] * 3
+    assert all(0 < each["mismatch/ess"] < 1 and "train/lr" not in each for each in stats)
+
+
+def test_a_guard_below_every_batch_changes_nothing():
+    (free, plain), (held, stats) = guarded(), guarded(OffPolicyGuard(1e-9))
+    assert_same_tensors(weights_of(held.model), weights_of(free.model))
+    assert [each["train/loss"] for each in stats] == [each["train/loss"] for each in plain]
+    assert (stats[-1]["guard/rate"], stats[-1]["guard/lowered"]) == (1, 0)
+
+
+def test_a_lowered_rate_is_that_of_the_schedule_times_the_share_of_the_threshold():
+    _, stats = guarded(OffPolicyGuard(0.9), lr=1e-2)
+    assert all(each["mismatch/ess"] < 0.9 for each in stats)
+    assert [each["train/lr"] for each in stats] == pytest.approx([1e-2 * each["mismatch/ess"] / 0.9 for each in stats])
+    assert stats[-1]["guard/lowered"] == 3
+
+
+@pytest.mark.parametrize("config", [{"micro_token_budget": 64}, {"packing": "padding_free"}, {"prefix_sharing": "off"}])
+def test_the_guard_sees_the_same_however_the_batch_is_divided(config):
+    (_, whole), (_, split) = (guarded(OffPolicyGuard(0.9), steps=1, **each) for each in ({"micro_token_budget": 512}, config))
+    assert split[0]["guard/rate"] == pytest.approx(whole[0]["guard/rate"], rel=1e-4)
+    assert 0 < whole[0]["guard/rate"] < 1
+
+
+def test_low_batches_in_a_row_end_the_run_also_across_a_resume(tmp_path):
+    trainer, _ = guarded(OffPolicyGuard(1.0, action="stop", patience=2), steps=5, folder=tmp_path)
+    assert trainer.current_step == 2
+    assert re.search(r"mismatch/ess .*below 1 for 2 batches", trainer.callbacks.stop.reason)
+    callback = OffPolicyGuard(1.0, action="stop", patience=2)
+    resumed, stats = guarded(callback, steps=5, folder=tmp_path, resume=tmp_path / "step_000001")
+    assert resumed.current_step == 2
+    assert stats[0]["guard/skipped"] == 2
+    assert_same_tensors(weights_of(resumed.model), weights_of(trainer.model))
+
+
+def test_a_guard_without_anything_to_read_ends_the_run():
+    items = [replace(item, attachments=replace(item.attachments, actor_logps=None)) for item in sorting_items(4)]
+    trainer, _ = guarded(OffPolicyGuard(0.5), algo=make_sft(), source=ListSource(items))
+    assert trainer.current_step == 1
+    assert "no log-probabilities of the sampler" in trainer.callbacks.stop.reason
+    with pytest.raises(ConfigError, match="BackendBase cannot skip a batch"):
+        BackendBase().drop_gradient()
+
+
+@pytest.mark.parametrize("wrong", [{"ess": 0.0}, {"ess": 1.5}, {"action": "wait"}, {"patience": 0}])
+def test_settings_of_a_guard_are_checked(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        OffPolicyGuard(**{"ess": 0.5, **wrong})

@@ -9,19 +9,23 @@ from hypothesis import given, strategies as st
 from loss_batches import Bigram, packed, padded, rows, two_token_batch
 from tests.training.loss.test_partition import partitions, totals_of
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataKeyError
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import (
+    DPPO,
+    M2PO,
     CISPOLoss,
     ClippedSurrogateLoss,
     IcePop,
+    KPop,
     MaskedImportanceSampling,
     ReinforceLoss,
     TokenClippedSurrogateLoss,
     TruncatedImportanceSampling,
     resolve_correction,
 )
+from ludic.training.loss.batch import LOG_RATIO_BOUND
 from ludic.training.loss.context import SharedContext
 
 LOG_RATIOS = torch.tensor([[0.1, 0.5, 1.0, 1.9, 2.1, 6.0]]).log()
@@ -42,6 +46,75 @@ MASK = torch.ones(1, 6)
 )
 def test_weights_follow_the_formula(correction, expected):
     torch.testing.assert_close(correction.weights(LOG_RATIOS, MASK), torch.tensor([expected]), rtol=1e-5, atol=1e-6)
+
+
+def weights_at(correction, ratios, advantages, *, vocabulary=2):
+    """Weights of tokens that have the probability 1 / `vocabulary` in the trainer."""
+    logits, batch = two_token_batch(ratios, advantages, vocabulary)
+    return SharedContext(logits, batch, correction=correction).correction_weight[:, 0].tolist()
+
+
+def test_kpop_drops_by_the_binary_kl_in_both_directions():
+    # The trainer has p = 0.5, and the sampler q = p / w. KL(p, q) and KL(q, p) in nats:
+    # w = 1.25, q = 0.4:    0.0204, 0.0201
+    # w = 5, q = 0.1:       0.5 log 5 + 0.5 log(5/9) = 0.511
+    # w = 0.6, q = 0.8333:  0.294, 0.243
+    assert weights_at(KPop(), [1.25, 5.0, 0.6], [1.0] * 3) == pytest.approx([1.25, 0.0, 0.0])
+    assert weights_at(KPop(0.25), [0.6], [1.0]) == [0.0]  # one direction is enough
+    assert weights_at(KPop(0.3), [0.6], [1.0]) == pytest.approx([0.6])
+    # p = 0.001, q = 0.0002: 0.001 log 5 - 0.999 * 0.0008 = 0.0008
+    assert weights_at(KPop(), [5.0], [1.0], vocabulary=1000) == pytest.approx([5.0], rel=1e-4)
+
+
+def test_dppo_drops_what_moves_on_from_the_sampler():
+    ratios, advantages = [5.0, 5.0, 0.6, 0.6, 1.25, 5.0], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0]
+    # |p - q| = 0.4 for w = 5, 0.333 for 0.6, 0.1 for 1.25; the KL of q from p: 0.368, 0.243, 0.0201
+    expected = [0.0, 5.0, 0.6, 0.0, 1.25, 5.0]
+    assert weights_at(DPPO(), ratios, advantages) == pytest.approx(expected)
+    assert weights_at(DPPO(0.05, "kl"), ratios, advantages) == pytest.approx(expected)
+    assert weights_at(DPPO(0.35), ratios, advantages) == pytest.approx([0.0, 5.0, 0.6, 0.6, 1.25, 5.0])
+    assert weights_at(DPPO(0.3, "kl"), ratios, advantages) == pytest.approx([0.0, 5.0, 0.6, 0.6, 1.25, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "threshold", "bound"),
+    [
+        ([0.1, -0.2, 0.5], 0.04, 0.5),  # means of the smallest squares: 0.01, 0.025, 0.1
+        ([0.1, -0.2, 0.5], 0.02, 0.2),
+        ([0.1, -0.2, 0.5], 0.005, 0.1),  # all are dropped
+        ([0.1, -0.2, 0.5], 0.11, math.inf),
+        ([-0.5, 0.1, 0.5], 0.15, 0.5),  # 0.01, 0.13, 0.17: of two equal ones both are dropped
+        ([], 0.04, math.inf),
+    ],
+)
+def test_m2po_keeps_the_smallest_log_ratios_up_to_a_mean_square(log_ratio, threshold, bound):
+    assert M2PO(threshold).bound(torch.tensor(log_ratio)) == pytest.approx(bound)
+
+
+def test_m2po_drops_from_the_bound_of_the_step_on():
+    logits, batch = two_token_batch([1.25, 0.5, 2.0, 3.0], [1.0] * 4)
+    batch[LOG_RATIO_BOUND] = torch.full((4,), 0.6931)  # just below log 2
+    weights = SharedContext(logits, batch, correction=M2PO()).correction_weight[:, 0]
+    assert weights.tolist() == pytest.approx([1.25, 0.0, 0.0, 0.0])
+    del batch[LOG_RATIO_BOUND]
+    with pytest.raises(DataKeyError, match="no log_ratio_bound; train with Trainer"):
+        _ = SharedContext(logits, batch, correction=M2PO()).correction_weight
+
+
+@pytest.mark.parametrize("wrong", [lambda: KPop(0.0), lambda: M2PO(math.inf), lambda: DPPO(0.0)])
+def test_a_threshold_is_a_finite_number_above_0(wrong):
+    with pytest.raises(ConfigError, match="threshold"):
+        wrong()
+
+
+@pytest.mark.parametrize("correction", [KPop(), DPPO(), DPPO(divergence="kl"), M2PO()])
+@pytest.mark.parametrize("sampled", [0.0, -1e-9, -800.0])
+def test_extreme_probabilities_give_finite_weights(correction, sampled):
+    logits, batch = two_token_batch([1.0, 1.0], [1.0, -1.0])
+    batch |= {"actor_logps": torch.full((2, 2), sampled), LOG_RATIO_BOUND: torch.full((2,), 5.0)}
+    with torch.no_grad():
+        logits[:, :, 0] = 1000.0  # probability 1
+    assert SharedContext(logits, batch, correction=correction).correction_weight.isfinite().all()
 
 
 def test_an_enormous_ratio_gives_a_finite_weight():
@@ -105,6 +178,9 @@ CORRECTIONS = {
     "masked": MaskedImportanceSampling(),
     "masked by sequence": MaskedImportanceSampling(cap=4.0, level="sequence"),
     "icepop": IcePop(),
+    "kpop": KPop(),
+    "dppo": DPPO(),
+    "m2po": M2PO(),
 }
 
 
@@ -113,6 +189,7 @@ def with_proximal(collate, has_proximal):
 
     def collated(part):
         batch = collate(part)
+        batch[LOG_RATIO_BOUND] = torch.ones(len(part))
         if has_proximal:
             batch["proximal_logps"] = (batch["actor_logps"] * 0.7 - 0.3) * batch["action_mask"]
         return batch
@@ -168,5 +245,5 @@ def test_corrections_are_selected_by_name():
     assert resolve_correction(None) is None
     own = TruncatedImportanceSampling(3.0)
     assert resolve_correction(own) is own
-    with pytest.raises(ConfigError, match="truncated, masked, icepop"):
+    with pytest.raises(ConfigError, match="truncated, masked, icepop, kpop, m2po, dppo"):
         resolve_correction("ice")

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ludic.errors import ConfigError
 from ludic.event_loop import TrainFuture
 from ludic.models import shard_transfer
 from ludic.models.flops import FlopCounter
@@ -142,6 +143,10 @@ class BackendBase:
         """Whether the mini-batches of `forward_backward` may be rows of prefix trees
         (`TreeMiniBatch`). None means never."""
         return None
+
+    def drop_gradient(self) -> TrainFuture[None]:
+        """Clear the gradient without an optimizer step, for a batch that a callback skips."""
+        raise ConfigError(f"{type(self).__name__} cannot skip a batch; define drop_gradient, as in BackendBase")
 
     def note_step(self, step: int) -> None:
         """The trainer has taken `step` steps, each of one or more optimizer steps. A subclass may

@@ -276,6 +276,13 @@ class TorchBackend(ModelPasses, BackendBase):
         scaling = {"loss_scale": self._scale.value, "skipped_steps": float(not is_taken)} if self._scale.is_on else {}
         return {"grad_norm": norm if is_taken else 0.0, "lr": self.optimizer.param_groups[0]["lr"], **scaling}
 
+    def drop_gradient(self) -> TrainFuture[None]:
+        return self._run("drop_gradient", self._drop_gradient)
+
+    def _drop_gradient(self) -> None:
+        self._pending, self._loss = [], None
+        self._clear_gradients()
+
     def gradient_norm(self) -> float:
         """L2 norm of the gradient that this rank has accumulated; of a sharded model, of all ranks.
         Waits for the device."""

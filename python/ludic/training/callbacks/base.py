@@ -38,9 +38,13 @@ class TrainingEvent:
     save_checkpoint: Callable[[], None]
     """Has a checkpoint of this step saved after all callbacks were called. Raises ConfigError
     without a checkpointer, and at the end."""
+    scale_batch: Callable[[float, Mapping[str, float]], None]
+    """In `on_gradient`, multiplies the learning rate of this batch by the factor, and adds the
+    statistics to those of the step. 0 skips the batch: neither weights nor optimizer change."""
     stats: Mapping[str, float]
     """Of a step, what was logged of it, with prefixed keys such as `train/loss`; only `train/step`
-    if it is not logged (`log_every`). Of an evaluation, its metrics: `eval/loss`. Else empty."""
+    if it is not logged (`log_every`). Of a gradient, the same keys of the loss and `mismatch/`. Of
+    an evaluation, its metrics: `eval/loss`. Else empty."""
     batch: SAWBatch | None = None
     """Of a step, the batch of this rank."""
     checkpoint: Path | None = None
@@ -85,6 +89,10 @@ class Callback:
     def kept_steps(self) -> Collection[int]:
         """Steps whose checkpoints must not be deleted. They do not count as `max_to_keep`."""
         return ()
+
+    def on_gradient(self, event: TrainingEvent) -> Any:
+        """Called before the first optimizer step of each batch, once its gradient is known. A
+        callback with this method waits for the device there."""
 
     def on_step(self, event: TrainingEvent) -> Any:
         """Called after each training step, before its checkpoint."""
@@ -153,6 +161,9 @@ class Callbacks:
         """Why the run ended before its last step; None if no callback ended it."""
         self.saves = False
         """Whether a checkpoint of this step was requested."""
+        self.reads_gradient = any(type(each).on_gradient is not Callback.on_gradient for each in self.callbacks)
+        """Whether a callback has `on_gradient`."""
+        self._scale, self._scale_stats = 1.0, dict[str, float]()
         self._last: int | None = None
         self._states: dict[str, Any] = {}
         self._has_ended = False
@@ -221,6 +232,12 @@ class Callbacks:
         if changed and self._run.checkpointer is not None:
             self._run.checkpointer.amend(self._run.current_step, self.state())
 
+    async def scale_batch(self, stats: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+        """`on_gradient`. Returns the factor of the learning rate, and statistics."""
+        self._scale, self._scale_stats = 1.0, {}
+        await self.notify("on_gradient", stats=stats)
+        return self._scale, self._scale_stats
+
     async def notify(self, method: str, **facts: Any) -> None:
         """Call `method` of all callbacks, with these facts of its event, on rank 0, which may be
         the only rank that has them. What they ask for holds on all ranks, which call this."""
@@ -233,7 +250,10 @@ class Callbacks:
                 shared.extend(asked)
         self._protect_checkpoints()
         for wish in shared:
-            if "stop" not in wish:
+            if "scale" in wish:
+                self._scale *= wish["scale"]
+                self._scale_stats |= wish["stats"]
+            elif "stop" not in wish:
                 self.saves = True
             elif self.stop is None:
                 self.stop = Stop(**wish["stop"])
@@ -262,12 +282,15 @@ class Callbacks:
         def stop(reason: str) -> None:
             ask({"stop": asdict(Stop(callback.name, str(reason), run.current_step, self._last))})
 
+        def scale_batch(factor: float, stats: Mapping[str, float]) -> None:
+            ask({"scale": float(factor), "stats": dict(stats)})
+
         def save_checkpoint() -> None:
             if run.checkpointer is None:
                 raise ConfigError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
             ask({"save": True})
 
-        return TrainingEvent(run.current_step, run, stop, save_checkpoint, **{"stats": {}, **facts})
+        return TrainingEvent(run.current_step, run, stop, save_checkpoint, scale_batch, **{"stats": {}, **facts})
 
     def take_save_request(self) -> bool:
         """Whether a checkpoint of this step was requested. The next call returns False."""

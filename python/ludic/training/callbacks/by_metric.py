@@ -1,4 +1,5 @@
-"""Callbacks that follow a metric: one ends the run, one keeps the best checkpoint."""
+"""Callbacks that follow a metric: one ends the run, one keeps the best checkpoint, one lowers the
+learning rate, skips batches or ends the run where samples are too far off-policy."""
 
 from __future__ import annotations
 
@@ -88,6 +89,50 @@ class StopOnMetric(Callback):
         self.best, self.stale = state["best"], int(state["stale"])
 
 
+ESS = "mismatch/ess"
+
+
+class OffPolicyGuard(Callback):
+    """Acts on batches whose `mismatch/ess`, the effective share of the tokens under importance
+    weights, is below `ess`: it drops before a collapse (arXiv:2602.17616, which scales the learning
+    rate by it, too).
+
+    `lower` multiplies the learning rate of the batch by `mismatch/ess` / `ess`. `skip` drops its
+    gradient. `stop` drops it, and the `patience`-th such batch in a row ends the run. The first
+    optimizer step of a batch decides for all. It takes no pass of its own. Counts survive a resume.
+
+    >>> OffPolicyGuard(0.5, action="skip")
+    """
+
+    def __init__(self, ess: float, *, action: Action = "lower", patience: int = 1) -> None:
+        check_value("ess", ess, "share of the tokens", above=0, most=1)
+        check_value("action", action, choices=get_args(Action))
+        check_value("patience", patience, "batches in a row that end the run", least=1)
+        self.ess, self.action, self.patience = ess, action, patience
+        self.counts = {"lowered": 0, "skipped": 0, "in_a_row": 0}
+
+    def on_gradient(self, event: TrainingEvent) -> None:
+        value, counts, factor = event.stats.get(ESS, 0.0), self.counts, 1.0
+        is_low = value < self.ess  # nan is not: the optimizer refuses its gradient
+        counts["in_a_row"] = counts["in_a_row"] + 1 if is_low else 0
+        if is_low:
+            factor = value / self.ess if self.action == "lower" else 0.0
+            counts["lowered" if factor else "skipped"] += 1
+            logger.info("step %d: %s (%.3g) is below %g, rate x %.3g", event.step + 1, ESS, value, self.ess, factor)
+        event.scale_batch(factor, {"guard/rate": factor, **{f"guard/{name}": count for name, count in counts.items()}})
+        if ESS not in event.stats:
+            event.stop(f"the guard reads {ESS}, and the samples have no log-probabilities of the sampler")
+        elif self.action == "stop" and counts["in_a_row"] >= self.patience:
+            event.stop(f"{ESS} ({value:.3g}) was below {self.ess:g} for {counts['in_a_row']} batches")
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts = dict(state)
+
+
+Action = Literal["lower", "skip", "stop"]
 Mode = Literal["auto", "min", "max"]
 
 

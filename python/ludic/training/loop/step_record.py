@@ -36,6 +36,7 @@ from ludic.training.stats import (
     copy_to_host,
     final_values,
     named_reward_stats,
+    prefix_keys,
     reduce_over_ranks,
     reducer_stats,
 )
@@ -65,13 +66,16 @@ class StepRecord:
         self._skipped: list[tuple[int, float]] = []
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
         self._work = self._time_of_ranks = 0.0
+        self.rate, self.rate_stats = 1.0, dict[str, float]()
+        """Factor by which callbacks scale the learning rate of the batch, 0: it is skipped; and
+        their statistics."""
 
-    def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
-        """Add one optimizer step. `at_step_start`: its log-probabilities belong to the weights at
-        the start of the training step. Only these measure the difference between trainer and
-        sampler; later ones include the updates since."""
+    def add(self, result: BackwardResult, step: dict[str, float] | None, *, at_step_start: bool = True) -> None:
+        """Add one optimizer step, or with None a gradient that was dropped. `at_step_start`: its
+        log-probabilities belong to the weights at the start of the training step. Only these
+        measure the difference between trainer and sampler; later ones include the updates since."""
         self._losses.append(result.loss)
-        self._steps.append(step)
+        self._steps += [] if step is None else [step]
         for stats in result.micro_stats:
             self._micro_stats.append({key: stats[key] for key in stats if at_step_start or not is_mismatch_sum(key)})
         self._micro_sizes.extend(result.micro_sizes)
@@ -120,6 +124,7 @@ class StepRecord:
         return {
             **values,
             **self._prepared,
+            **self.rate_stats,
             **self._padding,
             **sharing,
             **lockstep,
@@ -173,6 +178,12 @@ class StepRecord:
             stats["min_completion_length"] = Stat(float(min(lengths)), rule="min")
             stats["max_completion_length"] = Stat(float(max(lengths)), rule="max")
         return stats
+
+
+def combine_result(result: BackwardResult, device: torch.device | str) -> dict[str, float]:
+    """The statistics of a mini-batch over all ranks, with prefixed keys."""
+    combined = combine_micro_stats(copy_to_host(result.micro_stats), result.micro_sizes)
+    return prefix_keys(final_values(reduce_over_ranks(combined, device)))
 
 
 def _zero_weight_stats(micro_stats: Sequence[Mapping[str, float]], tokens: float) -> dict[str, float]:

@@ -13,7 +13,10 @@ from ludic.training.loss.clipped import (
 from ludic.training.loss.composite import CompositeLoss as CompositeLoss, LossTerm as LossTerm
 from ludic.training.loss.context import SharedContext as SharedContext
 from ludic.training.loss.correction import (
+    DPPO as DPPO,
+    M2PO as M2PO,
     IcePop as IcePop,
+    KPop as KPop,
     MaskedImportanceSampling as MaskedImportanceSampling,
     TruncatedImportanceSampling as TruncatedImportanceSampling,
     resolve_correction as resolve_correction,

@@ -5,7 +5,7 @@ Shapes: B samples, T tokens of a padded row, S tokens of a padding-free batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -36,6 +36,8 @@ Stats = dict[str, Any]
 """Detached scalars on the device of the logits."""
 Normalizer = Literal["samples", "tokens", "pairs"]
 """What a loss is a mean over."""
+LOG_RATIO_BOUND = "log_ratio_bound"
+"""Column [B] of a batch: what `bound` of the correction returned for the whole training step."""
 
 
 PREFERRED_TOKENS, PREFERRED_LENGTH = "preferred_tokens", "preferred_length"
@@ -47,12 +49,15 @@ class Correction(Protocol):
     """Weights the gradient of each token by the difference between trainer and sampler; see
     `loss.correction`."""
 
-    def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """Return the [B, T - 1] weights of the tokens' gradients.
+    @property
+    def weights(self) -> Callable[..., Tensor]:
+        """A method `weights(log_ratio, mask)`, the [B, T - 1] weights of the tokens' gradients.
 
         `log_ratio` [B, T - 1] is proximal_logp - sampler_logp (`loss.context`), 0 outside the
         action tokens; `mask` [B, T - 1] is 1 on the action tokens, or the fraction that they
-        count for, which the loss itself multiplies by.
+        count for, which the loss itself multiplies by. A class with `reads_shared = True` also gets
+        the `SharedContext` as `shared`. One with `bound(log_ratio)` is shown the [N] log-ratios of
+        a training step, and the batch has what it returns as `LOG_RATIO_BOUND`.
         """
         ...
 

@@ -194,7 +194,8 @@ class SharedContext:
         if self._correction is None:
             return torch.ones_like(self.token_mask)
         log_ratio = mask_values(self.proximal_logp - self.sampler_logp, self.token_mask).detach()
-        return self._correction.weights(log_ratio, self.token_mask)
+        more = {"shared": self} if getattr(self._correction, "reads_shared", False) else {}
+        return self._correction.weights(log_ratio, self.token_mask, **more)
 
     @cached_property
     def entropy(self) -> Tensor:

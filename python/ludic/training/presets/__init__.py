@@ -13,7 +13,7 @@ Common arguments:
 - `length_normalize`: the loss of a sample is the mean over its tokens instead of the sum.
 - `normalizer`: the loss is a mean over "samples", or over all "tokens" of the batch.
 - `correction`: corrects for samples of another engine or an older policy: an object of
-  `loss.correction` or its name (truncated, masked, icepop).
+  `loss.correction` or its name (truncated, masked, icepop, kpop, m2po, dppo).
 
 Every preset lists all its arguments, so its signature is its documentation, and a recipe's
 `algorithm_args` are checked against it. A name is imported on first access: reading the registry
