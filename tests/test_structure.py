@@ -63,7 +63,7 @@ FOREIGN_OBJECTS = {
     "models": "transformers, PEFT, bitsandbytes and wrappers of torch",
     "recipes": "a user's function",
     "rollouts": "a user's backend, environment, buffer, logger and engine, numpy and torch",
-    "runs": "a tokenizer, a model and a config of transformers",
+    "runs": "a tokenizer, a model and a config of transformers, a user's curriculum",
     "tasks": "a user's reward function",
     "trainers": "a user's function",
     "training": "a user's reward, loss, filter and environment, transformers, torch, wandb and the C library",

@@ -112,6 +112,26 @@ def test_a_filtered_run_or_one_of_maxent_that_is_killed_resumes_to_the_uninterru
     assert_is_the_run(tmp_path / "run", whole)
 
 
+CURRICULUM = ["data.curriculum=pools", "curriculum.args={easy: 0.38, hard: 0.34, shares: {easy: 1, fit: 1, hard: 1}}"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("own", [[], ["inference.batches_ahead=1"], FILTERED], ids=["synchronous", "overlapped", "filtered"])
+def test_a_killed_run_with_a_curriculum_picks_the_problems_of_the_uninterrupted_run(tmp_path: Path, own: list[str]) -> None:
+    """Three problems, two a step, so that each is picked by the rewards of the steps before."""
+    settings = [*EVALUATED, problems(tmp_path), "task.args.num_heldout=27", "steps=6", *CURRICULUM, *own]
+    run_to_end("train", *settings, f"output={tmp_path}", "name=whole")
+    whole = tmp_path / "whole"
+    sizes = [
+        [line[f"groups/{name}"] for name in ("easy", "hard", "retired")] for line in metrics_of(whole) if "train/loss" in line
+    ]
+    assert max(map(sum, sizes)) > 0
+    for moment in ("line reinforce 3", "line reinforce 6"):
+        assert killed_at(moment, "train", *settings, f"output={tmp_path}", f"name={moment[-1]}")
+        run_to_end("train", "--resume", str(tmp_path / moment[-1]))
+        assert_is_the_run(tmp_path / moment[-1], whole)
+
+
 def test_a_damaged_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -101,6 +101,22 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     return WithTools(task, ToolUse(functions, rollout.max_tool_turns, rollout.tool_timeout_s)) if functions else task
 
 
+def build_curriculum(recipe: Recipe, task: EpisodicTask) -> Any:
+    """The policy that picks problems; None without one. Raises ConfigError for a task that makes
+    problems instead of having a list."""
+    section, problems = recipe.curriculum, task.problem_list
+    if section.kind is None:
+        return None
+    if problems is None:
+        made = f"task.kind ({recipe.task.kind}) makes new ones"
+        raise ConfigError(f"curriculum.kind ({section.kind}) picks problems of a list, and {made}; set data=FILE")
+    from ludic.training.rollouts.curriculum import POLICIES
+
+    own = import_named(section.kind, "curriculum.kind") if ":" in section.kind else None
+    make = own or _look_up(POLICIES, section.kind, "curriculum.kind", own="module:Class")
+    return _call(make, {**section.args, "num_problems": len(problems.training), "seed": recipe.seed}, "curriculum.args")
+
+
 def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
     """The task, with the recipe's reward model, if there is one, as its reward in training.
     `tokenizer` is the policy's; reward functions get it too."""

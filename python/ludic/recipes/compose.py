@@ -45,7 +45,15 @@ from ludic.recipes.schema import AUTO, Recipe, make_trainer_section
 logger = logging.getLogger(__name__)
 
 _OPEN_SECTIONS = (
-    *("task.args", "algorithm_args", "reward_model_args", "report_args", "chat_template_kwargs", "model_init_kwargs"),
+    *(
+        "task.args",
+        "curriculum.args",
+        "algorithm_args",
+        "reward_model_args",
+        "report_args",
+        "chat_template_kwargs",
+        "model_init_kwargs",
+    ),
     *("data", "reward", "eval_reward", "process_reward"),
 )
 """Their keys are checked by what takes them as arguments."""

@@ -23,7 +23,8 @@ from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.foreign_names import SETTINGS, explain
 from ludic.recipes.processes import SHORT_FORMS, parse_place
 
-SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source", "quantization": "kind", "loss": "loss_type"}
+SECTIONS_BY_NAME = dict.fromkeys(("inference", "sharding", "quantization", "curriculum"), "kind")
+SECTIONS_BY_NAME |= {"reference": "source", "loss": "loss_type"}
 """Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
 
 RENAMED = {"inference.max_lag": "inference.batches_ahead"}
@@ -62,7 +63,7 @@ def make_override(key: str, value: Any, *, text: str) -> Override:
             key = f"{key}.{SECTIONS_BY_NAME[key]}"
         elif key == "place":
             value = parse_place(value)
-        key = {**SHORT_FORMS, "log": "report_to"}.get(key, key)
+        key = {**SHORT_FORMS, "log": "report_to", "data.curriculum": "curriculum.kind"}.get(key, key)
     return Override(key=key, value=value, text=text)
 
 

@@ -20,6 +20,7 @@ from ludic.recipes.rules import setting
 from ludic.recipes.sections import (
     CheckpointSection,
     ControllersSection,
+    CurriculumSection,
     InfoSeedSection,
     ProfileSection,
     QuantizationSection,
@@ -298,6 +299,7 @@ class Recipe(CommonSettings):
     lora: LoraSection = field(default_factory=LoraSection)
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
     warmup: WarmupSection = field(default_factory=WarmupSection)
+    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: Any = MISSING
     """Fields of `TrainerConfig`, for reinforcement."""

@@ -242,6 +242,22 @@ def build_info_seed(section: InfoSeedSection) -> InfoSeed | None:
 
 
 @dataclass
+class CurriculumSection:
+    """Which problems of a list are played, by the rewards of their groups so far, in place of
+    passes over all. `curriculum=pools` is short for `curriculum.kind=pools`."""
+
+    kind: Optional[str] = setting(  # noqa: UP045
+        None, excludes="place.actors or queue.url", hint="actors do not see each other's rewards"
+    )
+    """`pools`: from pools of easy, fit and hard problems; or a class of your own as
+    `package.module:Class`. Null: passes."""
+    args: dict[str, Any] = field(default_factory=dict, metadata={"needs": "curriculum.kind"})
+    """Of `pools`: easy (1.0) and hard (0.0), the group means from and up to which a problem is
+    easy or hard; shares ({easy: 0.1, fit: 0.8, hard: 0.1}) of a batch; retire_after (2) such groups
+    in a row, null never; readmit_after (20) steps, null never."""
+
+
+@dataclass
 class KLControllerSection:
     """Keeps `reference/kl`, or `reference/sequence_kl` with `kl_level=sequence`, at a target:
     changes `beta`, or the coefficient of `reference_kl`. Off while one of the three is 0."""

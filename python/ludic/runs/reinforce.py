@@ -14,7 +14,14 @@ from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.actors import check_actors, check_over_sampling, uses_pool, uses_queue
-from ludic.recipes.build import add_reward_model, build_algorithm, build_episodic_task, build_trainer_config, normalize_each
+from ludic.recipes.build import (
+    add_reward_model,
+    build_algorithm,
+    build_curriculum,
+    build_episodic_task,
+    build_trainer_config,
+    normalize_each,
+)
 from ludic.recipes.compose import config_hash
 from ludic.recipes.model import add_adapters, build_policy, check_adapters, has_no_weights
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
@@ -33,6 +40,7 @@ from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
 from ludic.runs.rollouts import (
     OverSampledRollouts,
     PlayedBatches,
+    TrainingRequests,
     check_rollouts,
     describe_over_sampling,
     make_engine,
@@ -49,6 +57,7 @@ from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.source import STOP_PATIENCE_S, BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import eval_key
+from ludic.training.info_seed import InfoSeed
 from ludic.training.loggers import TrainingLogger
 from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
@@ -109,6 +118,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             algorithm = normalize_each(algorithm, task.training_scorer)
         check_control(recipe, algorithm)
         check_rollouts(recipe, task)
+        build_curriculum(recipe, task)
         seed_everything(recipe.seed, threads=recipe.threads)
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
@@ -278,10 +288,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if uses_queue(self.recipe):
             checkpoints = self.directory.checkpoints / REINFORCE
             return ActorBatches(self.recipe, self.directory, checkpoints, credit, self.stop, actors)
-        info_seed, greedy = build_info_seed(self.recipe.info_seed), self.parts.algorithm.greedy_baseline
-        requests = make_training_requests(
-            self.parts.task, self.recipe.rollout, seed=self.recipe.seed, info_seed=info_seed, greedy=greedy
-        )
+        requests = self._make_requests(build_info_seed(self.recipe.info_seed))
         engine = self._make_engine(trained=True, sampler=sampler)
         if uses_pool(self.recipe):
             self.screen.note(describe_over_sampling(self.recipe))
@@ -289,6 +296,16 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         source = PlayedBatches(self.recipe.rollout, engine, requests, credit, max_steps=turns, directory=self.directory)
         ahead = self.recipe.inference.batches_ahead
         return OverlappedSource(source, max_lag=ahead) if ahead else source
+
+    def _make_requests(self, info_seed: InfoSeed | None) -> TrainingRequests:
+        recipe, task = self.recipe, self.parts.task
+        policy, problems = build_curriculum(recipe, task), task.problem_list
+        settings: Any = {"seed": recipe.seed, "info_seed": info_seed, "greedy": self.parts.algorithm.greedy_baseline}
+        if policy is None or problems is None:
+            return make_training_requests(task, recipe.rollout, **settings)
+        from ludic.runs.curriculum import CurriculumRequests
+
+        return CurriculumRequests(task, problems, recipe.rollout, policy=policy, **settings)
 
     def _make_phase_trainer(
         self,

@@ -30,11 +30,12 @@ from ludic.training.batching.overlapped import GENERATION_S
 from ludic.training.batching.source import BATCH_NUMBER, RolloutBatchSource
 from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.rollouts.group_ledger import check_number
+from ludic.training.rollouts.group_ledger import Group, check_number
 from ludic.training.rollouts.log import RolloutLog
 from ludic.training.rollouts.requests import GRPORequestStrategy, RequestStrategy
 from ludic.training.rollouts.rolling import RollingBatchSource
 from ludic.training.types import CreditAssigner, EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
+from ludic.types import Rollout
 
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
 
@@ -141,21 +142,26 @@ class PlayedBatches(RolloutBatchSource):
         max_steps: int,
         directory: RunDirectory,
     ) -> None:
-        log, self._requests, self._logs = RolloutLog(directory.rollouts, section.log_every), requests, BatchLogs(directory)
+        self._log = RolloutLog(directory.rollouts, section.log_every)
+        self._requests, self._logs = requests, BatchLogs(directory)
         super().__init__(
             engine=engine,
             requests_fn=requests,
             credit_assigner=credit,
             max_steps=max_steps,
             concurrency=section.concurrency,
-            on_rollouts=lambda rollouts: log.write(requests.batches - 1, rollouts),
+            on_rollouts=self._take_rollouts,
         )
 
     async def next_batch(self) -> SAWBatch:
         number, started = self._requests.batches, time.perf_counter()
         batch = await super().next_batch()
-        batch.meta |= {BATCH_NUMBER: number, GENERATION_S: time.perf_counter() - started}
+        batch.meta |= {BATCH_NUMBER: number, GENERATION_S: time.perf_counter() - started, **self._requests.metrics}
         return batch
+
+    def _take_rollouts(self, rollouts: list[Rollout]) -> None:
+        self._log.write(self._requests.batches - 1, rollouts)
+        self._requests.observe(rollouts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._state_before = None
@@ -182,6 +188,8 @@ class TrainingRequests:
         if info_seed is not None:
             self._strategy = SeedPrompts(section.group_size, info_seed)
         self.batches = 0
+        self.metrics: dict[str, float] = {}
+        """What is logged of the choice of problems."""
 
     def __call__(self) -> Sequence[RolloutRequest]:
         self.begin_batch(self.batches)
@@ -189,8 +197,12 @@ class TrainingRequests:
         self.batches += 1
         return self._strategy.expand(requests)
 
-    def begin_batch(self, number: int) -> None:
-        """Called before batch `number` is requested."""
+    def begin_batch(self, number: int, oldest: int | None = None) -> None:
+        """Called before batch `number` is requested. `oldest`: the position of the oldest problem
+        that is being played; None means that none is."""
+
+    def observe(self, rollouts: Sequence[Rollout]) -> None:
+        """Called with the rewarded rollouts of whole groups."""
 
     def list_problems(self, number: int) -> list[RolloutRequest]:
         """The requests of batch `number`, one for each problem."""
@@ -223,7 +235,7 @@ class PassRequests(TrainingRequests):
         self._data = problems
         self._passes = Passes(len(problems.training), self._shuffle)
 
-    def begin_batch(self, number: int) -> None:
+    def begin_batch(self, number: int, oldest: int | None = None) -> None:
         self._data.begin_batch(number)
 
     def _choose_problem(self, rng: Random, number: int, position: int) -> Episode:
@@ -354,10 +366,15 @@ class OverSampledRollouts(RollingBatchSource):
 
     async def next_batch(self) -> SAWBatch:
         number = self.num_batches
-        self._requests.begin_batch(number)
+        self._requests.begin_batch(number, self._pool.ledger.oldest_position())
         batch = await super().next_batch()
-        batch.meta[BATCH_NUMBER] = number
+        batch.meta |= {BATCH_NUMBER: number, **self._requests.metrics}
         return batch
+
+    def _accept(self, group: Group) -> bool:
+        is_accepted = super()._accept(group)
+        self._requests.observe(group.members[0])
+        return is_accepted
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), **self._logs.state_dict()}
