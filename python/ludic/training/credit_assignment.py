@@ -16,7 +16,9 @@ from ludic.errors import ConfigError, DataError, check_value
 from ludic.training.types import CreditAssigner, RolloutStepKey
 from ludic.types import Rollout, Step, group_of, stored
 
-Weights = dict[RolloutStepKey, float | NDArray[Any]]
+Weights = dict[RolloutStepKey, float]
+"""(rollout id, step index) -> weight."""
+TokenWeights = dict[RolloutStepKey, float | NDArray[Any]]
 """(rollout id, step index) -> weight of the step, or [A] weights of its sampled tokens."""
 Scale = Literal["population", "sample", "mean"]
 """What advantages are divided by: the standard deviation of the group, with squares divided by G or
@@ -337,10 +339,10 @@ class RewardModelCreditAssigner:
     def __post_init__(self) -> None:
         check_value("mode", self.mode, choices=get_args(CombineMode))
 
-    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+    def compute(self, rollouts: Sequence[Rollout]) -> TokenWeights:
         """Return the weights. Raises DataError for a rollout without a score."""
         inner = self.inner_assigner.compute(rollouts) if self.inner_assigner is not None else None
-        weights: Weights = {}
+        weights: TokenWeights = {}
         for rollout in rollouts:
             score = read_score(rollout, self.rm_score_key)
             for step in rollout.steps:

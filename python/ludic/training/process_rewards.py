@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ludic.errors import DataError, check_value
-from ludic.training.credit_assignment import Weights, check_group_size, group_positions
+from ludic.training.credit_assignment import TokenWeights, check_group_size, group_positions
 from ludic.training.types import RolloutStepKey
 from ludic.types import Rollout, Step, answers_of, read_list, stored
 
@@ -95,7 +95,7 @@ class ProcessReward:
         check_value("normalize", self.normalize, choices=("group", "index", "none"))
         check_value("gamma", self.gamma, "1 does not discount", least=0, most=1)
 
-    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+    def compute(self, rollouts: Sequence[Rollout]) -> TokenWeights:
         """A float for a step whose tokens all have the same credit, otherwise an array [A]. Raises
         DataError for a step without a token trace."""
         weights: dict[RolloutStepKey, Any] = {}
@@ -113,7 +113,7 @@ class ProcessReward:
                 weights |= self._credit(rollout, own)
         return weights
 
-    def _credit(self, rollout: Rollout, rewards: Sequence[Sequence[Any]]) -> Weights:
+    def _credit(self, rollout: Rollout, rewards: Sequence[Sequence[Any]]) -> TokenWeights:
         credit = np.zeros(sum(map(_num_tokens, rollout.steps)))
         for first, last, value in rewards:
             start = last if self.mode == "returns" else first
