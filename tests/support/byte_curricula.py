@@ -14,11 +14,15 @@ class Worst:
         return sorted(self._problems, key=key)[:count]
 
 
-class Wrong:
-    """Picks a problem that the list does not have."""
+class Unpicking:
+    """Has no `pick`."""
 
     def __init__(self, num_problems: int, seed: int) -> None:
         self._num_problems = num_problems
+
+
+class Wrong(Unpicking):
+    """Picks a problem that the list does not have."""
 
     def pick(self, seen, count, step, rng):
         return [self._num_problems] * count

@@ -114,7 +114,12 @@ def build_curriculum(recipe: Recipe, task: EpisodicTask) -> Any:
 
     own = import_named(section.kind, "curriculum.kind") if ":" in section.kind else None
     make = own or _look_up(POLICIES, section.kind, "curriculum.kind", own="module:Class")
-    return _call(make, {**section.args, "num_problems": len(problems.training), "seed": recipe.seed}, "curriculum.args")
+    policy = _call(make, {**section.args, "num_problems": len(problems.training), "seed": recipe.seed}, "curriculum.args")
+    if not hasattr(policy, "pick"):
+        raise ConfigError(
+            f"curriculum.kind ({section.kind}) made {type(policy).__name__}; it must have pick(seen, count, step, rng)"
+        )
+    return policy
 
 
 def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
