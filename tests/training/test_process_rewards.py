@@ -14,6 +14,7 @@ from ludic.inference import LocalRewardModel
 from ludic.training import GroupNormalizedReturn, OverlongPenalty, ProcessReward, RewardModelReward, RewardModelScorer
 from ludic.training.process_rewards import find_step_ends
 from ludic.training.reward_functions import RewardFunctions
+from ludic.training.rollouts.to_samples import batch_from_rollouts
 from ludic.types import Rollout, Step, TokenTrace
 
 EOS = 2
@@ -140,6 +141,13 @@ def test_a_group_of_another_size_and_unknown_settings_are_refused():
     bare = Rollout(steps=[Step(0, "?", "a", None, 1.0, False, True)], meta={"request_meta": {"group_id": "g"}})
     with pytest.raises(DataError, match="no token trace"):
         ProcessReward(1).compute([bare])
+
+
+def test_the_credit_of_tokens_is_a_column_of_the_sample_unless_it_is_constant():
+    rollouts = [placed((0, 1, 1.0), (2, 3, -0.5)), answer(reward=0.25, group="h")]
+    several, constant = batch_from_rollouts(rollouts, alone()).items
+    assert several.attachments.token_columns["token_weight"].tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert (several.weight, constant.weight, constant.attachments.token_columns) == (0.0, 0.25, {})
 
 
 # ---- reward functions

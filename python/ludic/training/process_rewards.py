@@ -17,7 +17,6 @@ import numpy as np
 
 from ludic.errors import DataError, check_value
 from ludic.training.credit_assignment import TokenWeights, check_group_size, group_positions
-from ludic.training.types import RolloutStepKey
 from ludic.types import Rollout, Step, answers_of, read_list, stored
 
 
@@ -98,7 +97,7 @@ class ProcessReward:
     def compute(self, rollouts: Sequence[Rollout]) -> TokenWeights:
         """A float for a step whose tokens all have the same credit, otherwise an array [A]. Raises
         DataError for a step without a token trace."""
-        weights: dict[RolloutStepKey, Any] = {}
+        weights: TokenWeights = {}
         for members in group_positions(rollouts, self.group_size, allow_partial=False):
             group = [rollouts[member] for member in members]
             is_whole = any(abs(_rest(step)) > 1e-9 for rollout in group for step in rollout.steps)
@@ -120,7 +119,7 @@ class ProcessReward:
             credit[start : last + 1] += value / (last + 1 - start)
         if self.mode == "returns":
             credit = np.array([*accumulate(credit[::-1], lambda later, now: now + self.gamma * later)][::-1])
-        weights: dict[RolloutStepKey, Any] = {}
+        weights: TokenWeights = {}
         for step in rollout.steps:
             own, credit = np.split(credit, [_num_tokens(step)])
             weights[rollout.id, step.index] = own if np.ptp(own) else float(own[0])
