@@ -174,7 +174,8 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("algorithm", sorted(REGISTRY))
 def test_every_algorithm_completes_a_run(tiny: list[str], tmp_path: Path, warm_model: Path, algorithm: str) -> None:
-    train(*tiny, "--algorithm", algorithm, *EASY, f"model={warm_model}", "warmup.steps=0")
+    teacher = [f"teacher={warm_model}"] if algorithm == "opd" else []
+    train(*tiny, "--algorithm", algorithm, *EASY, f"model={warm_model}", "warmup.steps=0", *teacher)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 3
     assert (summary["clip_fraction"] is None) == (algorithm in ("reinforce", "reinforce_baseline", "sapo"))

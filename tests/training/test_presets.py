@@ -41,6 +41,7 @@ from ludic.training import (
     make_dapo,
     make_grpo,
     make_gspo,
+    make_opd,
     make_pass_at_k,
     make_reinforce,
     make_reinforce_baseline,
@@ -68,6 +69,7 @@ PARTS = {
     "grpo": (make_grpo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), TokenClippedSurrogateLoss(0.2, 0.27)),
     "dr_grpo": (make_dr_grpo(group_size=G), GroupNormalizedReturn(G, normalize_adv=False), TokenClippedSurrogateLoss(0.2, 0.27)),
     "maxent_grpo": (make_maxent_grpo(group_size=G), EpisodicReturn(G), TokenClippedSurrogateLoss(0.2, 0.27)),
+    "opd": (make_opd(), ConstantCredit(0.0), TokenClippedSurrogateLoss(0.2, 0.27)),
     "gspo": (
         make_gspo(group_size=G),
         GroupNormalizedReturn(G, normalize_adv=True),

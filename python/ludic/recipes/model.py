@@ -11,7 +11,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.inference.local.client import end_token_ids
-from ludic.inference.prompts.template import find_turn_end, read_template, with_kwargs
+from ludic.inference.prompts.template import find_turn_end, read_template, reads_same_ids, with_kwargs
 from ludic.models.adapters import map_base_names
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.loading import check_dtype, load_classifier, load_model, load_tokenizer
@@ -105,6 +105,13 @@ def build_tokenizer(recipe: Recipe | EpochsRecipe) -> Any:
             tokenizer.eos_token,
         )
     return tokenizer
+
+
+def check_vocabulary(setting: str, source: str, tokenizer: Any) -> None:
+    """Raise `ConfigError` unless each of the policy's tokens has the same id in the model that the
+    setting names. It may have more tokens."""
+    if not reads_same_ids(load_tokenizer(source), tokenizer):
+        raise ConfigError(f"{setting} ({source}) must have the policy's vocabulary; name a model with the policy's tokenizer")
 
 
 def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:

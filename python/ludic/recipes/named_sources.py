@@ -16,7 +16,7 @@ from ludic.user_objects import GivenNames, import_named
 
 _DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-FROZEN_MODELS = ("reward_model", "reference.model")
+FROZEN_MODELS = ("reward_model", "reference.model", "teacher.model")
 """Settings of models that a checkpoint does not have."""
 _FUNCTIONS = ("reward", "eval_reward", "algorithm", "task.kind", "rollout.group_filter")
 
@@ -34,9 +34,9 @@ def check_named_sources(recipe: Any) -> None:
             if is_local(source) and not path.exists():
                 remedy = suggest_path(path, "give a file, a folder, or an id of the hub")
                 raise DataError(f"data: {source} does not exist, seen from {Path.cwd()}{remedy}")
-    for setting in _MODELS:
+    for setting in (*_MODELS, *FROZEN_MODELS[1:]):
         if isinstance(source := _select(recipe, setting), str):
-            check_place(source)
+            check_place(source, "" if setting in _MODELS else setting)
     for setting in _FUNCTIONS:
         named = _select(recipe, setting)  # one name, a list of names, or names with their weights
         for name in [named] if isinstance(named, str) else named if isinstance(named, Sequence | Mapping) else ():

@@ -27,6 +27,7 @@ from ludic.recipes.sections import (
     ReferenceSection,
     RLCallbacksSection,
     ShardingSection,
+    TeacherSection,
 )
 from ludic.training.config import TrainerConfig
 
@@ -304,6 +305,7 @@ class Recipe(CommonSettings):
     trainer: Any = MISSING
     """Fields of `TrainerConfig`, for reinforcement."""
     reference: ReferenceSection = field(default_factory=ReferenceSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     controllers: ControllersSection = field(default_factory=ControllersSection)
     info_seed: InfoSeedSection = field(default_factory=InfoSeedSection)
     inference: InferenceSection = field(default_factory=InferenceSection)

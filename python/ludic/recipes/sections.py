@@ -198,6 +198,15 @@ class ReferenceSection:
     is when reinforcement begins, which the run keeps in its folder `reference`."""
 
 
+@dataclass
+class TeacherSection:
+    """Whom the policy learns from, with `algorithm=opd`."""
+
+    model: Optional[str] = None  # noqa: UP045
+    """Folder in Hugging Face layout, of a run, or hub id, in which each of the policy's tokens has
+    the same id. A frozen copy of it is in memory in addition to the policy."""
+
+
 def check_reference(section: ReferenceSection, *, has_adapters: bool) -> None:
     """Raise `ConfigError` for a source that this run does not have."""
     if section.source == "adapters_off" and not has_adapters:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, ConfigError
 from ludic.files.checkpoints import check_model_folder
 from ludic.files.manifest import replace_with_manifest
 from ludic.models.lora import save_merged
@@ -34,8 +34,14 @@ from ludic.training.reference import FrozenModel
 
 
 def check_control(recipe: Recipe, algorithm: RLAlgorithm) -> None:
-    """Raise `ConfigError` for wrong settings of `reference` and `controllers`."""
+    """Raise `ConfigError` for wrong settings of `reference`, `teacher` and `controllers`."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
+    if algorithm.reads_teacher and recipe.teacher.model is None:
+        raise ConfigError(f"algorithm ({recipe.algorithm}) learns from a teacher, and there is none; set teacher.model=FOLDER")
+    if recipe.teacher.model is not None and not algorithm.reads_teacher:
+        raise ConfigError(
+            f"teacher.model ({recipe.teacher.model}) is not read by algorithm ({recipe.algorithm}); set algorithm=opd"
+        )
     build_controllers(recipe.controllers, algorithm, group_size=_answers(recipe))
 
 
@@ -82,14 +88,17 @@ class ControllerStateLogger:
 def open_reference(
     recipe: Recipe, algorithm: RLAlgorithm, parts: RunParts, directory: RunDirectory, phase: str, cfg: TrainerConfig
 ) -> FrozenModel | None:
-    """The reference of a phase; None if the algorithm reads none, and for the adapters of
-    the policy, which the trainer switches off itself.
+    """The reference of a phase; None if the algorithm reads none, for the adapters of the policy,
+    which the trainer switches off itself, and for a teacher, which the algorithm gets.
 
     Before the first step the model of `parts` is written to the folder `reference`, on rank 0. A
     resumed run reads that: its own weights have been trained since. Raises CheckpointError if the
     run has been reinforced and the folder is gone.
     """
     section = recipe.reference
+    if algorithm.reads_teacher and recipe.teacher.model is not None:
+        algorithm.teacher = FrozenModel.from_pretrained(recipe.teacher.model, cfg)
+        return None
     if not algorithm.reads_reference or switches_adapters_off(section, has_adapters=bool(recipe.lora.rank)):
         return None
     if section.model is not None:

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ludic.errors import CheckpointError, ConfigError
+from ludic.errors import CheckpointError
 from ludic.eval.statistics import Interval, mean_interval, share_interval, wilson_interval
 from ludic.files.checkpoints import check_model_folder
 from ludic.files.jsonl import read_jsonl, write_jsonl
 from ludic.inference.local import LocalChatClient
 from ludic.inference.request import SamplingParams
-from ludic.models.loading import load_tokenizer
 from ludic.models.saving import save_policy
 from ludic.models.state_files import holds_whole_weights, read_model
 from ludic.recipes.build import build_config, check_callbacks
@@ -30,6 +29,7 @@ from ludic.recipes.model import (
     build_model,
     build_tokenizer,
     check_adapters,
+    check_vocabulary,
     has_no_weights,
     is_shared_out,
     quantize_base,
@@ -96,8 +96,8 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
         reference = recipe.reference.model
-        if reference is not None and load_tokenizer(reference).get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(f"reference.model ({reference}) must have the policy's vocabulary; use the policy's tokenizer")
+        if reference is not None:
+            check_vocabulary("reference.model", reference, tokenizer)
         data = PairData.read(recipe, tokenizer, note=note, unpaired=recipe.loss.loss_type == "kto")
         check_heldout(data.heldout, cfg)
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device

@@ -23,7 +23,7 @@ from ludic.recipes.build import (
     normalize_each,
 )
 from ludic.recipes.compose import config_hash
-from ludic.recipes.model import add_adapters, build_policy, check_adapters, has_no_weights
+from ludic.recipes.model import add_adapters, build_policy, check_adapters, check_vocabulary, has_no_weights
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sections import build_info_seed, check_checkpoints, parse_steps
@@ -122,6 +122,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         seed_everything(recipe.seed, threads=recipe.threads)
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
+        if recipe.teacher.model is not None:
+            check_vocabulary("teacher.model", recipe.teacher.model, tokenizer)
         check_prompts(recipe, task, tokenizer)
         warn_of_long_prompts(recipe, task, tokenizer, model)
         try_task(recipe, task, tokenizer, model)

@@ -57,6 +57,7 @@ from ludic.training.credit_assignment import (
     PerStepReward as PerStepReward,
     RewardModelCreditAssigner as RewardModelCreditAssigner,
 )
+from ludic.training.distillation import Distillation as Distillation
 from ludic.training.dpo_trainer import DPOTrainer as DPOTrainer, DPOTrainerConfig as DPOTrainerConfig
 from ludic.training.evaluators.held_out import (
     ImplicitRewardEvaluator as ImplicitRewardEvaluator,
@@ -134,6 +135,7 @@ from ludic.training.presets import (
     make_gspo as make_gspo,
     make_kto as make_kto,
     make_maxent_grpo as make_maxent_grpo,
+    make_opd as make_opd,
     make_pass_at_k as make_pass_at_k,
     make_reinforce as make_reinforce,
     make_reinforce_baseline as make_reinforce_baseline,

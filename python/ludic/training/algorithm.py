@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import sum_mismatch, sum_reference
 from ludic.training.loss.token_scores import TOKEN_SCORES, LogitScores, TokenScores
-from ludic.training.types import TOKEN_WEIGHT, BatchCredit, CreditAssigner, SAWBatch, SAWItem, is_float_array
+from ludic.training.types import TOKEN_WEIGHT, BatchCredit, CreditAssigner, ReferencePolicy, SAWBatch, SAWItem, is_float_array
 from ludic.types import group_of, is_list_of, stored
+
+if TYPE_CHECKING:
+    from ludic.training.distillation import Distillation
 
 __all__ = [
     "Batch",
@@ -90,6 +93,11 @@ class RLAlgorithm:
     greedy_baseline: bool = False
     """Whether each group has one more answer, the greedy one (`GRPORequestStrategy(greedy=True)`),
     for the credit; `preprocess` leaves it out."""
+    distillation: Distillation | None = None
+    """Computes the weights of tokens from the credit and the teacher's log-probabilities."""
+    teacher: ReferencePolicy | None = None
+    """The reference of an algorithm that learns from a teacher. It may be set later, before the
+    trainer is made."""
 
     def __post_init__(self) -> None:
         loss = adapted_loss(self, required=type(self).compute_loss is RLAlgorithm.compute_loss)
@@ -98,9 +106,16 @@ class RLAlgorithm:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether the loss or the batch credit reads the log-probabilities of a reference."""
+        """Whether the loss, the batch credit or the distillation reads the log-probabilities of a
+        reference."""
         credit = self.batch_credit
-        return adapted_loss(self).reads_reference or (credit is not None and credit.reads_reference)
+        reads = self.distillation is not None or adapted_loss(self).reads_reference
+        return reads or (credit is not None and credit.reads_reference)
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether it learns from a teacher."""
+        return self.distillation is not None
 
     def compute_loss(
         self,

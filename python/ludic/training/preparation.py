@@ -11,6 +11,8 @@ samples, and each token keeps its value in any layout:
   correction must not correct for these. A correction with a bound (`M2PO`) reads them too.
 - `reference_logps`: under a reference that does not change during training.
 - `actor_logps`: the sampled ones, where some are replaced (`RLAlgorithm.rescores`).
+- `token_weight`: the weights of tokens that a teacher's log-probabilities make
+  (`RLAlgorithm.distillation`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,6 +45,11 @@ from ludic.training.loss.context import SAMPLE_LOGPS, split_actions
 from ludic.training.reference import computes_trees, exchange_rows
 from ludic.training.types import BatchCredit, CandidateGroups, Candidates, SAWItem, Weighed
 from ludic.types import stored
+
+if TYPE_CHECKING:
+    from ludic.training.distillation import Distillation
+
+TOKEN_WEIGHT = "token_weight"
 
 
 @dataclass(frozen=True)
@@ -89,14 +96,18 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
         facts = {name: np.array([read(item) for item in macro.items]) for name, read in run.algo.sample_columns.items()}
         macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
         stats |= _measure_seeds(run, macro)
-    bound = getattr(run.algo.correction, "bound", None)
-    if bound is not None or (run.algo.correction is not None and run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch > 1):
-        skips, trees = bound is None and skips_zero_weight(run), computes_trees(run.backend)
+    bound, distills = getattr(run.algo.correction, "bound", None), run.algo.distillation is not None
+    several = run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch > 1
+    if bound is not None or (run.algo.correction is not None and (distills or several)):
+        skips = bound is None and not distills and skips_zero_weight(run)
+        trees = computes_trees(run.backend)
         forward = _own_forward(run)
         macro = await add_token_column(macro, "proximal_logps", run.cfg, forward, skip_zero_weight=skips, trees=trees)
         if bound is not None:
             bounds = np.full(len(macro.items), bound(_gather_log_ratios(run, macro)))
             macro = replace(macro, sample_columns={**macro.sample_columns, LOG_RATIO_BOUND: bounds})
+    if run.algo.distillation is not None:
+        macro = _distil(run, macro, run.algo.distillation)
     await _log_tokens(run, macro, run.current_step if batch_number is None else batch_number)
     return Prepared(macro, stats, groups)
 
@@ -179,14 +190,25 @@ async def _rescore(run: TrainerState, macro: MacroBatch, rescores: Callable[[SAW
     own = await score_rows(macro, rows, run.cfg, _own_forward(run), trees=computes_trees(run.backend))
     if not has_logps:  # other ranks' samples have
         return macro
-    named = {int(row) for row in rows}
-    logps = {row: own[row] if row in named else logp for row, logp in _sampled(run, macro).items()}
+    logps = {**_sampled(run, macro), **{int(row): own[int(row)] for row in rows}}
     sums = _sum_rows(logps, macro)
     return replace(
         macro,
         token_columns={**macro.token_columns, "actor_logps": logps},
         sample_columns={**macro.sample_columns, "old_logp_action": sums},
     )
+
+
+def _distil(run: TrainerState, macro: MacroBatch, distillation: Distillation) -> MacroBatch:
+    """The batch with the weights of tokens. The weight of a sample is their mean."""
+    counts, known = macro.table.target_counts, macro.token_columns
+    old = known.get("proximal_logps") or _sampled(run, macro)
+    teacher, policy = _join_rows(known["reference_logps"], macro), _join_rows(old, macro)
+    weights = distillation.weigh(np.repeat(macro.table.weights.astype(np.float64), counts), teacher, policy, counts)
+    parts = np.split(weights, counts.cumsum()[:-1])
+    columns = {row: torch.from_numpy(part.astype(np.float32)).to(run.cfg.model_device) for row, part in enumerate(parts)}
+    means = np.array([part.mean() or np.abs(part).max() for part in parts])  # 0 only if all are: such a sample may be skipped
+    return replace(macro, table=macro.table.with_weights(means), token_columns={**known, TOKEN_WEIGHT: columns})
 
 
 async def _add_reference(run: TrainerState, macro: MacroBatch) -> MacroBatch:
@@ -327,15 +349,21 @@ def _number(keys: list[tuple[object, object]]) -> NDArray[np.int64]:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
-def _sum_rows(by_row: Mapping[int, Tensor], macro: MacroBatch) -> NDArray[np.float64]:
-    """[N] sums of the rows' values, which are copied to the host in one call. Raises DataError for
-    a value that is not finite."""
-    values = torch.cat([by_row[row] for row in range(len(macro.items))]).cpu().double().numpy()
-    starts = np.concatenate([[0], macro.table.target_counts[:-1].cumsum()])
-    sums = np.add.reduceat(values, starts)
-    wrong = np.flatnonzero(~np.isfinite(sums))
+def _join_rows(by_row: Mapping[int, Tensor], macro: MacroBatch) -> NDArray[np.float64]:
+    """[S] the rows' values, which are copied to the host in one call. Raises DataError for a value
+    that is not finite."""
+    values: NDArray[np.float64] = torch.cat([by_row[row] for row in range(len(macro.items))]).cpu().double().numpy()
+    wrong = np.flatnonzero(~np.isfinite(values))
     if len(wrong):
-        raise DataError(f"log-probabilities of {macro.name(int(wrong[0]))} are not all finite; check the policy and reference")
+        row = int(np.searchsorted(macro.table.target_counts.cumsum(), wrong[0], side="right"))
+        raise DataError(f"log-probabilities of {macro.name(row)} are not all finite; check the policy and reference")
+    return values
+
+
+def _sum_rows(by_row: Mapping[int, Tensor], macro: MacroBatch) -> NDArray[np.float64]:
+    """[N] sums of the rows' values. Raises DataError for a value that is not finite."""
+    starts = np.concatenate([[0], macro.table.target_counts[:-1].cumsum()])
+    sums: NDArray[np.float64] = np.add.reduceat(_join_rows(by_row, macro), starts)
     return sums
 
 

@@ -218,9 +218,17 @@ def place_actions(rows: list[Tensor], micro_batch: MicroBatch) -> Tensor:
 def resolve_reference(
     reference: ReferencePolicy | None, algo: RLAlgorithm, backend: TrainingBackend, model: nn.Module | None
 ) -> ReferencePolicy | None:
-    """The reference that a trainer uses: the given one, or none if the algorithm reads none. If it
-    reads one and none is given, the model with its adapters switched off. Raises ConfigError if it
-    has none."""
+    """The reference that a trainer uses: the given one, the algorithm's teacher, or none if the
+    algorithm reads none. If it reads one and none is given, the model with its adapters switched
+    off. Raises ConfigError if it has none."""
+    if reference is not None and algo.teacher is not None:
+        raise ConfigError(f"{algo.name} has a teacher, which is its reference; leave reference= out")
+    if reference is None and algo.teacher is not None:
+        return algo.teacher
+    if reference is None and algo.reads_teacher:
+        raise ConfigError(
+            f"{algo.name} has no teacher; pass teacher= to make_opd, such as FrozenModel.from_pretrained(folder, cfg)"
+        )
     if reference is not None:
         if not algo.reads_reference:
             logger.warning("%s reads no reference; the one that is given is never asked", algo.name)

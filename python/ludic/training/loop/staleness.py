@@ -96,7 +96,8 @@ class BatchFetcher:
                 fetched, stale = fetched + len(source_batch.items), stale + len(source_batch.items) - len(items)
                 batch, macro = await self._prepare(batch)
             if macro.items:
-                self._signal.count_batch(macro.items)
+                if not self._run.algo.reads_teacher:  # who gives a signal without a reward
+                    self._signal.count_batch(macro.items)
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
                 batch.meta[BATCH_NUMBER] = source_batch.meta.get(BATCH_NUMBER, step)

@@ -1,4 +1,5 @@
 from ludic.training.presets.cispo import make_cispo as make_cispo, make_scalerl as make_scalerl
+from ludic.training.presets.distillation import make_opd as make_opd
 from ludic.training.presets.group_relative import (
     make_dapo as make_dapo,
     make_dr_grpo as make_dr_grpo,

@@ -1,0 +1,45 @@
+"""On-policy distillation: the policy learns from a teacher that scores its own samples."""
+
+from __future__ import annotations
+
+from ludic.errors import ConfigError
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.distillation import Distillation
+from ludic.training.loss import Correction, Normalizer, TokenClippedSurrogateLoss, resolve_correction
+from ludic.training.presets.preprocess import check_ratios, group_return
+from ludic.training.types import CreditAssigner, ReferencePolicy
+
+
+def make_opd(
+    *,
+    teacher: ReferencePolicy | None = None,
+    reward_coeff: float = 0.0,
+    gamma: float = 0.0,
+    group_size: int | None = None,
+    group_normalize_adv: bool = True,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.27,
+    length_normalize: bool = False,
+    normalizer: Normalizer = "samples",
+    correction: Correction | str | None = None,
+    name: str = "opd",
+) -> RLAlgorithm:
+    """On-policy distillation (Thinking Machines 2025; arXiv:2306.08543): the advantage of a token
+    is minus its reverse KL towards `teacher`, plus `reward_coeff` times GRPO's advantage of the
+    answer.
+
+    `Distillation` has the formula: `gamma` counts later tokens too, and with 1 the gradient is the
+    exact gradient of KL(pi || teacher) over answers. `reward_coeff` above 0 needs `group_size`. The
+    loss is GRPO's, with its clip and its means. Without a `teacher` here, set it as the algorithm's
+    before the trainer is made.
+    """
+    distillation = Distillation(reward_coeff, gamma)
+    credit: CreditAssigner = ConstantCredit(0.0)
+    if reward_coeff:
+        if group_size is None:
+            raise ConfigError(f"reward_coeff ({reward_coeff}) compares the answers of a group; set group_size, or reward_coeff=0")
+        credit = group_return(group_size, group_normalize_adv)
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
+    checks = check_ratios(False, 0.0)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction), distillation=distillation, teacher=teacher)
