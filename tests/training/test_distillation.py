@@ -1,7 +1,6 @@
 """Distillation: the expected gradient is that of a KL, and a batch gets the same weights however it
 is divided."""
 
-import asyncio
 from dataclasses import replace
 from itertools import product
 
@@ -11,13 +10,12 @@ import torch
 from loss_batches import Bigram
 from maxent_batches import GROUP_SIZE, episodes, gradient_of_the_trainer
 from torch import nn
-from training_samples import ListSource, assert_same_tensors, cpu_config, gradients_of, tiny_model
+from training_samples import ListSource, assert_same_tensors, cpu_config, tiny_model
 
 from ludic.errors import ConfigError, DataError
 from ludic.training import ActorTokenLogps, Distillation, FrozenModel, SampleAttachments, SAWItem, Trainer, make_grpo, make_opd
 from ludic.training.loss import SharedContext
 from ludic.training.loss.correction import TruncatedImportanceSampling
-from ludic.training.preparation import prepare
 
 V = 5
 
@@ -51,18 +49,12 @@ def answers(length, model):
 
 
 def expected_gradient(algo, length, model, **config):
-    """The gradient of the trainer, with each answer counted as often as the policy gives it."""
-    cfg = cpu_config(max_seq_len=8, **config)
+    """The gradient of the trainer, in which each answer counts as often as the policy gives it."""
     items = answers(length, model)
-    trainer = Trainer(model=model, algo=algo, batch_source=ListSource(items), cfg=cfg)
-    macro = asyncio.run(prepare(trainer, trainer._ingest(items))).macro
-    chances = [len(items) * float(np.exp(sum(item.actor_logps.token_logps))) for item in items]
-    columns = {row: column * chances[row] for row, column in macro.token_columns["token_weight"].items()}
-    macro = replace(macro, token_columns={**macro.token_columns, "token_weight": columns})
-    mini_batch = trainer._make_mini_batch(macro, np.arange(len(items)))
-    model.zero_grad(set_to_none=True)
-    asyncio.run(trainer.backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
-    return gradients_of(model)["table"]
+    for item in items:
+        chance = len(items) * float(np.exp(sum(item.actor_logps.token_logps)))
+        item.attachments.action_fractions = [chance] * length
+    return gradient_of_the_trainer(algo, items, model, **config)[0]["table"]
 
 
 def exact_gradient(length, model, teacher, *, fixed_prefixes):
@@ -98,6 +90,13 @@ def test_with_gamma_0_it_leaves_out_how_a_token_changes_later_prefixes(length):
     assert ((fixed - whole).abs().max() > 0.01) == (length > 1)
 
 
+def test_the_reverse_kl_of_whole_distributions_has_the_same_expected_gradient():
+    model, teacher = Table(0), Table(1)
+    algo = make_opd(teacher=FrozenModel(teacher, cpu_config()), divergence="reverse")
+    exact = exact_gradient(3, model, teacher, fixed_prefixes=True)
+    torch.testing.assert_close(expected_gradient(algo, 3, model), exact, rtol=0, atol=1e-6)
+
+
 def test_the_weights_of_two_samples_by_hand():
     """Log-ratios [1, -1] and [2]; to go with gamma .5 [1 - .5, -1] and [2]; plus 3 times credit."""
     weights = Distillation(reward_coeff=3.0, gamma=0.5).weigh(
@@ -106,17 +105,27 @@ def test_the_weights_of_two_samples_by_hand():
     assert weights.tolist() == [3.5, 2.0, -4.0]
 
 
-@pytest.mark.parametrize("correction", [None, TruncatedImportanceSampling(2.0)])
-@pytest.mark.parametrize("packing", [{"micro_token_budget": 130}, {"packing": "padding_free"}, {"prefix_sharing": "tree"}])
-def test_the_gradient_does_not_depend_on_how_the_batch_is_divided(packing, correction):
+KINDS = {
+    "to go": {"gamma": 1.0},
+    "corrected": {"correction": TruncatedImportanceSampling(2.0)},
+    "jsd": {"divergence": "jsd", "top_k": 20},
+}
+PACKINGS = [{"micro_token_budget": 130}, {"packing": "padding_free"}, {"prefix_sharing": "tree"}, {"merge_turns": True}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_gradient_does_not_depend_on_how_the_batch_is_divided(packing, kind):
     model, teacher = tiny_model(), FrozenModel(tiny_model(seed=1), cpu_config())
-    algo = make_opd(teacher=teacher, reward_coeff=0.5, gamma=1.0, group_size=GROUP_SIZE, correction=correction)
+    algo = make_opd(teacher=teacher, reward_coeff=0.5, group_size=GROUP_SIZE, **KINDS[kind])
     items = episodes((1, 3, 2, 1), seed=7)
     whole, prepared = gradient_of_the_trainer(algo, items, model)
     split, _ = gradient_of_the_trainer(algo, items, model, **packing)
     largest = max(value.abs().max().item() for value in whole.values())
     assert largest > 1e-2
-    assert_same_tensors(split, whole, atol=1e-6 * largest)
+    assert_same_tensors(split, whole, atol=1e-6 * max(1.0, largest))
+    if kind == "jsd":
+        return
     means = [float(column.mean()) for _, column in sorted(prepared.macro.token_columns["token_weight"].items())]
     assert prepared.macro.table.weights.tolist() == pytest.approx(means, rel=1e-5)
 
@@ -156,12 +165,31 @@ def test_log_probabilities_that_are_not_finite_name_the_sample():
     [
         ({"reward_coeff": 1.0}, r"reward_coeff \(1.0\) .* set group_size"),
         ({"reward_coeff": -1.0}, r"reward_coeff \(-1.0\) must be at least 0"),
+        ({"top_k": 5}, r"top_k \(5\) .* set divergence"),
+        ({"divergence": "jsd", "gamma": 1.0}, r"gamma \(1.0\) .* divergence=jsd"),
+        ({"divergence": "kl"}, r"divergence \('kl'\) must be"),
         ({"gamma": 1.5}, r"gamma \(1.5\) must be .* at most 1"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         make_opd(**settings)
+
+
+def test_a_divergence_needs_a_teacher_with_logits():
+    with pytest.raises(ConfigError, match="logits, which Broken does not give"):
+        Trainer(
+            model=tiny_model(), algo=make_opd(teacher=Broken(), divergence="jsd"), batch_source=ListSource([]), cfg=cpu_config()
+        )
+
+
+def test_given_samples_need_no_log_probabilities_of_a_sampler():
+    items = [replace(item, attachments=SampleAttachments()) for item in episodes()]
+    algo = make_opd(teacher=FrozenModel(tiny_model(seed=1), cpu_config()), divergence="forward")
+    trainer = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource(items), cfg=cpu_config(lr=0.01))
+    values = [trainer.train_step_sync()["train/divergence"] for _ in range(4)]
+    assert values[0] > 0.1
+    assert values == sorted(values, reverse=True)
 
 
 def test_with_a_reward_the_credit_is_that_of_grpo():

@@ -205,6 +205,15 @@ class TeacherSection:
     model: Optional[str] = None  # noqa: UP045
     """Folder in Hugging Face layout, of a run, or hub id, in which each of the policy's tokens has
     the same id. A frozen copy of it is in memory in addition to the policy."""
+    url: Any = field(default=None, metadata={"excludes": "teacher.model"})
+    """A vLLM server of such a model, such as http://127.0.0.1:8000, or a list of them."""
+    timeout_s: float = setting(120.0, above=0, needs="teacher.url")
+    """Seconds in which a server must answer for a micro-batch, retries included."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a teacher."""
+        return self.model is not None or self.url is not None
 
 
 def check_reference(section: ReferenceSection, *, has_adapters: bool) -> None:

@@ -18,8 +18,9 @@ from ludic.models.lora import save_merged
 from ludic.models.state_files import holds_whole_weights
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.build import build_controllers
+from ludic.recipes.model import check_vocabulary
 from ludic.recipes.schema import Recipe
-from ludic.recipes.sections import check_reference, switches_adapters_off
+from ludic.recipes.sections import TeacherSection, check_reference, switches_adapters_off
 from ludic.runs.base import RunParts, has_checkpoint
 from ludic.runs.directory import RunDirectory
 from ludic.training import ranks
@@ -30,18 +31,19 @@ from ludic.training.controllers import Controller, save_controller_state
 from ludic.training.controllers.saved_state import FILE_NAME
 from ludic.training.loggers import TeeLogger, TrainingLogger
 from ludic.training.loop.step_record import TokenLog
-from ludic.training.reference import FrozenModel
+from ludic.training.reference import FrozenModel, ReferencePolicy
 
 
 def check_control(recipe: Recipe, algorithm: RLAlgorithm) -> None:
     """Raise `ConfigError` for wrong settings of `reference`, `teacher` and `controllers`."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
-    if algorithm.reads_teacher and recipe.teacher.model is None:
-        raise ConfigError(f"algorithm ({recipe.algorithm}) learns from a teacher, and there is none; set teacher.model=FOLDER")
-    if recipe.teacher.model is not None and not algorithm.reads_teacher:
-        raise ConfigError(
-            f"teacher.model ({recipe.teacher.model}) is not read by algorithm ({recipe.algorithm}); set algorithm=opd"
-        )
+    teacher, name = recipe.teacher, f"algorithm ({recipe.algorithm})"
+    if algorithm.reads_teacher and not teacher.is_set:
+        raise ConfigError(f"{name} learns from a teacher, and there is none; set teacher.model=FOLDER, or teacher.url=URL")
+    if teacher.is_set and not algorithm.reads_teacher:
+        raise ConfigError(f"teacher ({teacher.model or teacher.url}) is not read by {name}; set algorithm=opd")
+    if teacher.url is not None and not algorithm.reads_reference:
+        raise ConfigError(f"teacher.url ({teacher.url}) gives no logits, which a divergence reads; set teacher.model=FOLDER")
     build_controllers(recipe.controllers, algorithm, group_size=_answers(recipe))
 
 
@@ -96,8 +98,8 @@ def open_reference(
     run has been reinforced and the folder is gone.
     """
     section = recipe.reference
-    if algorithm.reads_teacher and recipe.teacher.model is not None:
-        algorithm.teacher = FrozenModel.from_pretrained(recipe.teacher.model, cfg)
+    if algorithm.reads_teacher:
+        algorithm.teacher = open_teacher(recipe.teacher, parts.tokenizer, cfg)
         return None
     if not algorithm.reads_reference or switches_adapters_off(section, has_adapters=bool(recipe.lora.rank)):
         return None
@@ -105,6 +107,24 @@ def open_reference(
         return FrozenModel.from_pretrained(section.model, cfg)
     ranks.ask_rank_0("keeping the reference", lambda: _keep(parts, directory, phase))
     return FrozenModel.from_pretrained(str(directory.reference), cfg)
+
+
+def check_teacher(section: TeacherSection, tokenizer: Any, cfg: TrainerConfig) -> None:
+    """Raise `ConfigError` unless the teacher, if there is one, has the vocabulary of the policy's
+    `tokenizer`; for a server that is away, too."""
+    if section.url is not None:
+        open_teacher(section, tokenizer, cfg)
+    elif section.model is not None:
+        check_vocabulary("teacher.model", section.model, tokenizer)
+
+
+def open_teacher(section: TeacherSection, tokenizer: Any, cfg: TrainerConfig) -> ReferencePolicy:
+    """The teacher of a recipe that `check_teacher` passes."""
+    if section.model is not None:
+        return FrozenModel.from_pretrained(section.model, cfg)
+    from ludic.training.distillation import TeacherServer
+
+    return TeacherServer(section.url, tokenizer, cfg, name="teacher.url", timeout_s=section.timeout_s)
 
 
 def _keep(parts: RunParts, directory: RunDirectory, phase: str) -> None:

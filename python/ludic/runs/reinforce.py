@@ -23,7 +23,7 @@ from ludic.recipes.build import (
     normalize_each,
 )
 from ludic.recipes.compose import config_hash
-from ludic.recipes.model import add_adapters, build_policy, check_adapters, check_vocabulary, has_no_weights
+from ludic.recipes.model import add_adapters, build_policy, check_adapters, has_no_weights
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sections import build_info_seed, check_checkpoints, parse_steps
@@ -31,7 +31,7 @@ from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.base import RunParts, TrainingRun, has_checkpoint, restore_best_weights
-from ludic.runs.control import check_control, open_control
+from ludic.runs.control import check_control, check_teacher, open_control
 from ludic.runs.data.sft import Warmup
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, check_watched_metrics, list_measured, make_held_out
@@ -122,8 +122,6 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         seed_everything(recipe.seed, threads=recipe.threads)
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
-        if recipe.teacher.model is not None:
-            check_vocabulary("teacher.model", recipe.teacher.model, tokenizer)
         check_prompts(recipe, task, tokenizer)
         warn_of_long_prompts(recipe, task, tokenizer, model)
         try_task(recipe, task, tokenizer, model)
@@ -135,6 +133,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
         warmup_cfg = build_trainer_config(recipe.warmup.trainer, **derived)
         cfg = build_trainer_config(recipe.trainer, **derived, temperature=temperature)
+        check_teacher(recipe.teacher, tokenizer, cfg)
         warmup = Warmup.read(recipe, task, tokenizer)
         check_watched_metrics(recipe, warmup_cfg, cfg, task)
         return RLParts(model, tokenizer, task, algorithm, warmup_cfg, cfg, warmup)

@@ -115,7 +115,7 @@ class RLAlgorithm:
     @property
     def reads_teacher(self) -> bool:
         """Whether it learns from a teacher."""
-        return self.distillation is not None
+        return self.distillation is not None or adapted_loss(self).reads_teacher
 
     def compute_loss(
         self,
@@ -137,6 +137,8 @@ class RLAlgorithm:
         sampled log-probabilities and the loss computed the current ones.
         """
         formula = adapted_loss(self)
+        if formula.reads_teacher:
+            batch = {**batch, "teacher_logits": self.teacher.logits(batch)}  # type: ignore[union-attr]  # resolve_reference made sure
         logits, batch = forward_for_loss(
             model, batch, formula, chunked_logits=chunked_logits, temperature=temperature, wide=cast_logits_to_fp32
         )

@@ -37,7 +37,7 @@ from ludic.models.sharding import is_sharded
 from ludic.models.tensor_files import StoredTensors
 from ludic.models.wrappers import has_adapters, unwrap_model
 from ludic.training import ranks
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.backend.forward import ModelPasses, forward_action_logprobs
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
@@ -45,7 +45,8 @@ from ludic.training.batching.packing import MicroBatch
 from ludic.training.batching.rank_plans import RankShare
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
-from ludic.training.loss.batch import num_rows
+from ludic.training.loss.base import adapted_loss
+from ludic.training.loss.batch import Batch, num_rows
 from ludic.training.loss.context import SharedContext, split_actions
 from ludic.training.preflight.layouts import explain_rows
 from ludic.training.types import ReferencePolicy, SAWItem
@@ -99,6 +100,11 @@ class FrozenModel:
 
     def logps(self, micro_batch: MicroBatch) -> TrainFuture[Tensor]:
         return forward_action_logprobs(self._passes, _without_size(micro_batch))
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor:
+        """[B, T, V], or [1, S, V] of a padding-free batch."""
+        return forward_logits(self.model, batch)
 
 
 class WithoutAdapters:
@@ -221,14 +227,15 @@ def resolve_reference(
     """The reference that a trainer uses: the given one, the algorithm's teacher, or none if the
     algorithm reads none. If it reads one and none is given, the model with its adapters switched
     off. Raises ConfigError if it has none."""
-    if reference is not None and algo.teacher is not None:
-        raise ConfigError(f"{algo.name} has a teacher, which is its reference; leave reference= out")
-    if reference is None and algo.teacher is not None:
-        return algo.teacher
-    if reference is None and algo.reads_teacher:
-        raise ConfigError(
-            f"{algo.name} has no teacher; pass teacher= to make_opd, such as FrozenModel.from_pretrained(folder, cfg)"
-        )
+    if algo.reads_teacher:
+        teacher, kind = algo.teacher, "FrozenModel.from_pretrained(folder, cfg)"
+        if teacher is None:
+            raise ConfigError(f"{algo.name} has no teacher; pass teacher= to make_opd, such as {kind}")
+        if reference is not None:
+            raise ConfigError(f"{algo.name} has a teacher, which is its reference; leave reference= out")
+        if adapted_loss(algo).reads_teacher and not hasattr(teacher, "logits"):
+            raise ConfigError(f"a divergence reads logits, which {type(teacher).__name__} does not give; pass teacher={kind}")
+        return teacher if algo.reads_reference else None
     if reference is not None:
         if not algo.reads_reference:
             logger.warning("%s reads no reference; the one that is given is never asked", algo.name)

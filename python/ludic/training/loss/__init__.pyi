@@ -21,6 +21,7 @@ from ludic.training.loss.correction import (
     TruncatedImportanceSampling as TruncatedImportanceSampling,
     resolve_correction as resolve_correction,
 )
+from ludic.training.loss.distillation import DistillationLoss as DistillationLoss
 from ludic.training.loss.dpo import DPOLoss as DPOLoss
 from ludic.training.loss.gmpo import GMPOLoss as GMPOLoss
 from ludic.training.loss.info_seed import (

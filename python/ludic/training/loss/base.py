@@ -66,6 +66,8 @@ class Loss:
     reads_reference: bool = False
     """The loss reads `shared.reference_logp`: the trainer then scores each macro-batch with its
     reference before it is divided."""
+    reads_teacher: bool = False
+    """The loss reads `batch["teacher_logits"]`, the logits of the algorithm's teacher."""
     reads_hidden: bool = False
     """The loss reads `batch["hidden"]`, the inputs of the model's output layer, in the layout of
     `input_ids` with one more dimension: [B, T, D] or [1, S, D]."""

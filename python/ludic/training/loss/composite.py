@@ -76,6 +76,7 @@ class CompositeLoss(Loss):
     reads_scores_only = _if_all("reads_scores_only")
     reads_entropy = _if_any("reads_entropy")
     reads_reference = _if_any("reads_reference")
+    reads_teacher = _if_any("reads_teacher")
     reads_hidden = _if_any("reads_hidden")
     needs_first_pass = _if_any("needs_first_pass")
 

@@ -119,6 +119,11 @@ class SharedContext:
         return (num_rows(self.batch) if normalizer == "samples" else num_pairs(self.batch)) / total
 
     @property
+    def temperature(self) -> float:
+        """The policy is softmax(logits / temperature)."""
+        return self._use.temperature
+
+    @property
     def input_ids(self) -> Tensor:
         """[rows, T] or [1, S] ids as collated."""
         ids: Tensor = self.batch["input_ids"]
@@ -143,10 +148,10 @@ class SharedContext:
         """[B, T - 1] log-probability of each next token under the current model, without a
         correction."""
         if self._scores is not None:
-            return self._by_sample(self._scores.logp)
+            return self.by_sample(self._scores.logp)
         if self._with_entropy:
             return self._logp_and_entropy[0]
-        return self._by_sample(compute_token_logp(self.logits, self.input_ids, use=self._use))
+        return self.by_sample(compute_token_logp(self.logits, self.input_ids, use=self._use))
 
     @cached_property
     def sampler_logp(self) -> Tensor:
@@ -201,10 +206,10 @@ class SharedContext:
     def entropy(self) -> Tensor:
         """[B, T - 1] entropy of the distribution of each next token, in nats."""
         if self._scores is not None:
-            return self._by_sample(self._scores.entropy)
+            return self.by_sample(self._scores.entropy)
         if self._with_entropy:
             return self._logp_and_entropy[1]
-        return self._by_sample(compute_token_entropy(self.logits, use=self._use))
+        return self.by_sample(compute_token_entropy(self.logits, use=self._use))
 
     @property
     def _scores(self) -> TokenScores | None:
@@ -220,13 +225,13 @@ class SharedContext:
     @cached_property
     def _logp_and_entropy(self) -> tuple[Tensor, Tensor]:
         logp, entropy = compute_token_logp_and_entropy(self.logits, self.input_ids, use=self._use)
-        return self._by_sample(logp), self._by_sample(entropy)
+        return self.by_sample(logp), self.by_sample(entropy)
 
     @cached_property
     def token_mask(self) -> Tensor:
         """[B, T - 1] 1.0 where the next token is an action token, else 0.0. A fraction counts the
         token in part."""
-        return self._by_sample(self.action_mask[:, 1:].float())
+        return self.by_sample(self.action_mask[:, 1:].float())
 
     @cached_property
     def token_counts(self) -> Tensor:
@@ -266,7 +271,7 @@ class SharedContext:
         if TOKEN_WEIGHT not in self.batch:
             return self.weight[:, None]
         weight: Tensor = self.batch[TOKEN_WEIGHT]
-        return self._by_sample(weight[:, 1:])
+        return self.by_sample(weight[:, 1:])
 
     def sample_column(self, name: str) -> Tensor:
         """[B] column that the algorithm's batch credit computed for the samples. Raises
@@ -294,9 +299,9 @@ class SharedContext:
         logps = read_column(self.batch, key, remedy)
         if logps.shape != self.input_ids.shape:
             raise DataError(f"{key} {tuple(logps.shape)} must have the shape of input_ids {tuple(self.input_ids.shape)}")
-        return self._by_sample(logps[:, 1:].float())
+        return self.by_sample(logps[:, 1:].float())
 
-    def _by_sample(self, shifted: Tensor) -> Tensor:
+    def by_sample(self, shifted: Tensor) -> Tensor:
         """Arrange shifted values, [rows, T - 1] or [1, S - 1], as [B, T - 1], padded with 0."""
         index = self.token_index
         if index is None:

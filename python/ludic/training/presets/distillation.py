@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from ludic.errors import ConfigError
+from typing import Literal
+
+from ludic.errors import ConfigError, check_value
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.distillation import Distillation
-from ludic.training.loss import Correction, Normalizer, TokenClippedSurrogateLoss, resolve_correction
-from ludic.training.presets.preprocess import check_ratios, group_return
+from ludic.training.loss import (
+    CompositeLoss,
+    Correction,
+    DistillationLoss,
+    LossTerm,
+    Normalizer,
+    TokenClippedSurrogateLoss,
+    resolve_correction,
+)
+from ludic.training.presets.preprocess import check_ratios, group_return, token_mean
 from ludic.training.types import CreditAssigner, ReferencePolicy
 
 
@@ -15,7 +25,10 @@ def make_opd(
     *,
     teacher: ReferencePolicy | None = None,
     reward_coeff: float = 0.0,
+    divergence: Literal["sampled", "forward", "reverse", "jsd"] = "sampled",
     gamma: float = 0.0,
+    top_k: int | None = None,
+    jsd_beta: float = 0.5,
     group_size: int | None = None,
     group_normalize_adv: bool = True,
     clip_eps_low: float = 0.2,
@@ -31,15 +44,28 @@ def make_opd(
 
     `Distillation` has the formula: `gamma` counts later tokens too, and with 1 the gradient is the
     exact gradient of KL(pi || teacher) over answers. `reward_coeff` above 0 needs `group_size`. The
-    loss is GRPO's, with its clip and its means. Without a `teacher` here, set it as the algorithm's
-    before the trainer is made.
+    loss is GRPO's, with its clip and its means. With another `divergence` (GKD, arXiv:2306.13649)
+    the loss is `DistillationLoss`, to which `top_k` and `jsd_beta` belong, plus `reward_coeff`
+    times GRPO's; without a reward the samples may be of any source. Without a `teacher` here, set
+    it as the algorithm's before the trainer is made.
     """
+    check_value("divergence", divergence, choices=("sampled", "forward", "reverse", "jsd"))
+    if divergence == "sampled" and top_k is not None:
+        raise ConfigError(f"top_k ({top_k}) is of a divergence of distributions; set divergence to forward, reverse or jsd")
+    if divergence != "sampled" and gamma:
+        raise ConfigError(f"gamma ({gamma}) is of divergence=sampled; leave gamma or divergence={divergence} out")
     distillation = Distillation(reward_coeff, gamma)
     credit: CreditAssigner = ConstantCredit(0.0)
     if reward_coeff:
         if group_size is None:
             raise ConfigError(f"reward_coeff ({reward_coeff}) compares the answers of a group; set group_size, or reward_coeff=0")
         credit = group_return(group_size, group_normalize_adv)
-    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
-    checks = check_ratios(False, 0.0)
-    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction), distillation=distillation, teacher=teacher)
+    policy = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
+    weighting, checks = resolve_correction(correction), check_ratios(False, 0.0)
+    if divergence == "sampled":
+        return RLAlgorithm(name, credit, policy, checks, weighting, distillation=distillation, teacher=teacher)
+    loss = DistillationLoss(divergence, top_k, jsd_beta, **token_mean(policy))
+    if not reward_coeff:
+        return RLAlgorithm(name, credit, loss, correction=weighting, teacher=teacher)
+    terms = CompositeLoss([LossTerm("policy", policy, reward_coeff), LossTerm("distillation", loss)])
+    return RLAlgorithm(name, credit, terms, checks, weighting, teacher=teacher)
