@@ -13,8 +13,18 @@ from torch import nn
 from training_samples import ListSource, assert_same_tensors, cpu_config, tiny_model
 
 from ludic.errors import ConfigError, DataError
-from ludic.training import ActorTokenLogps, Distillation, FrozenModel, SampleAttachments, SAWItem, Trainer, make_grpo, make_opd
-from ludic.training.loss import SharedContext
+from ludic.training import (
+    ActorTokenLogps,
+    Distillation,
+    FrozenModel,
+    SampleAttachments,
+    SAWItem,
+    Teacher,
+    Trainer,
+    make_grpo,
+    make_opd,
+)
+from ludic.training.loss import SharedContext, compute_token_logp
 from ludic.training.loss.correction import TruncatedImportanceSampling
 
 V = 5
@@ -190,6 +200,39 @@ def test_given_samples_need_no_log_probabilities_of_a_sampler():
     values = [trainer.train_step_sync()["train/divergence"] for _ in range(4)]
     assert values[0] > 0.1
     assert values == sorted(values, reverse=True)
+
+
+def weights_by_row(algo, items, **config):
+    _, prepared = gradient_of_the_trainer(algo, items, tiny_model(), **config)
+    return prepared.macro.token_columns["token_weight"]
+
+
+def test_a_column_of_the_row_names_the_teacher():
+    first, second = (FrozenModel(tiny_model(seed=seed), cpu_config()) for seed in (1, 2))
+    items = episodes()
+    for index, item in enumerate(items):
+        item.meta["row"] = {"subject": "maths" if index % 3 else "code"}
+    alone = [weights_by_row(make_opd(teacher=each), items) for each in (first, second)]
+    mixed = weights_by_row(make_opd(teacher={"maths": first, "code": second}, teacher_column="subject"), items)
+    for row in range(len(items)):
+        torch.testing.assert_close(mixed[row], alone[0 if row % 3 else 1][row], rtol=0, atol=1e-5)
+    assert (alone[0][0] - alone[1][0]).abs().max() > 0.1
+    with pytest.raises(DataError, match="r0 has teacher None; name one of the teachers maths"):
+        weights_by_row(make_opd(teacher={"maths": first}), items)
+
+
+def test_the_policy_teaches_itself_with_another_prompt():
+    """The teacher's log-probabilities are those of the answer after the other prompt, by hand."""
+    items = episodes()
+    answers = [[id_ for id_, acts in zip(item.input_ids, item.action_mask, strict=True) if acts] for item in items]
+    weights = weights_by_row(make_opd(teacher=Teacher(prompt=lambda item: [7, 8, 9, *item.input_ids[:2]])), items)
+    for row, (item, answer) in enumerate(zip(items, answers, strict=True)):
+        ids = torch.tensor([[7, 8, 9, *item.input_ids[:2], *answer]])
+        logps = compute_token_logp(tiny_model()(ids).logits.detach(), ids)[0, 4:]
+        expected = logps - torch.tensor(item.actor_logps.token_logps)
+        torch.testing.assert_close(weights[row], expected, rtol=0, atol=1e-5)
+    with pytest.raises(DataError, match=r"r0 has .* teacher's prompt; max_seq_len \(120\)"):
+        weights_by_row(make_opd(teacher=Teacher(prompt=lambda item: [7] * 120)), items)
 
 
 def test_with_a_reward_the_credit_is_that_of_grpo():

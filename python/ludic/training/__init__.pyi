@@ -57,7 +57,12 @@ from ludic.training.credit_assignment import (
     PerStepReward as PerStepReward,
     RewardModelCreditAssigner as RewardModelCreditAssigner,
 )
-from ludic.training.distillation import Distillation as Distillation, TeacherServer as TeacherServer
+from ludic.training.distillation import (
+    Distillation as Distillation,
+    Teacher as Teacher,
+    Teachers as Teachers,
+    TeacherServer as TeacherServer,
+)
 from ludic.training.dpo_trainer import DPOTrainer as DPOTrainer, DPOTrainerConfig as DPOTrainerConfig
 from ludic.training.evaluators.held_out import (
     ImplicitRewardEvaluator as ImplicitRewardEvaluator,

@@ -4,7 +4,7 @@ the policy's own samples; a teacher behind a server."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.errors import ConfigError, check_value
+from ludic.errors import ConfigError, DataError, check_value
 from ludic.inference.servers.http import run_blocking
 from ludic.inference.vllm.prompt_logprobs import PromptLogprobsClient
 from ludic.training.config import TrainerConfig
+from ludic.training.info_seed.seed_tags import with_prompt
 from ludic.training.loss.context import SharedContext
+from ludic.training.types import ReferencePolicy, SAWItem
 
 Values = NDArray[np.float64]
 
@@ -63,6 +65,62 @@ class Distillation:
         return self.reward_coeff * credit + to_go
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher that sees another prompt than the policy, such as one with the right answer or with
+    feedback on an earlier one.
+
+    >>> teacher = Teacher(prompt=lambda item: tokenizer.encode(f"{item.meta['row']['answer']} ..."))
+    """
+
+    policy: ReferencePolicy | None = None
+    """None means the policy that is trained, with the weights that the step begins with
+    (self-distillation)."""
+    prompt: Callable[[SAWItem], Sequence[int]] | None = None
+    """Returns the token ids that stand for all tokens before a sample's first action token. None
+    means the sample's own."""
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """Several teachers; a column of the sample's row, or of its meta, names the one that scores
+    it. In `make_opd(teacher=...)` a mapping makes one, with `teacher_column`."""
+
+    by_name: Mapping[str, Teacher | ReferencePolicy]
+    column: str | None = "teacher"
+    """None means that there is one teacher, for all samples."""
+
+    computes_trees = False
+
+    def divide(self, items: Sequence[SAWItem]) -> Iterator[tuple[Teacher, NDArray[np.int64]]]:
+        """Each teacher with the rows of its samples. Raises DataError for a sample without one."""
+        names = [self._name(item) for item in items]
+        for name, teacher in self.by_name.items():
+            found = teacher if isinstance(teacher, Teacher) else Teacher(teacher)
+            yield found, np.flatnonzero(np.array([each == name for each in names], dtype=bool))
+
+    def _name(self, item: SAWItem) -> str:
+        if self.column is None:
+            return next(iter(self.by_name))
+        name = (item.meta.get("row") or item.meta).get(self.column)
+        if name not in self.by_name:
+            known = ", ".join(self.by_name)
+            raise DataError(f"{item.meta.get('rollout_id')} has {self.column} {name!r}; name one of the teachers {known}")
+        return str(name)
+
+
+def show_prompts(items: Sequence[SAWItem], rows: Sequence[int], teacher: Teacher, max_seq_len: int) -> list[SAWItem]:
+    """The samples, those at `rows` with the teacher's prompt. Raises DataError for one that is then
+    too long."""
+    shown = list(items)
+    for row in rows if teacher.prompt is not None else ():
+        shown[row] = with_prompt(items[row], list(teacher.prompt(items[row])))
+        if (length := len(shown[row].input_ids)) > max_seq_len:
+            name = items[row].meta.get("rollout_id")
+            raise DataError(f"{name} has {length} tokens with the teacher's prompt; max_seq_len ({max_seq_len}) must be as long")
+    return shown
+
+
 class TeacherServer:
     """A teacher behind vLLM servers, which scores the tokens of samples: `FrozenModel` with another
     engine. Every rank asks for its own samples, and no event loop is needed.
@@ -85,7 +143,8 @@ class TeacherServer:
         run_blocking(self._client.check(name, tokenizer, cfg.max_seq_len))
 
     def logps(self, micro_batch: Any) -> Tensor:
-        """Of a `MicroBatch`: [B, T - 1] log-probability of each next token, 0 after the last action token of a row."""
+        """Of a `MicroBatch`: [B, T - 1] log-probability of each next token, 0 after a row's last
+        action token."""
         tensors = micro_batch.tensors
         ids, acts = tensors["input_ids"], tensors["action_mask"] != 0
         bounds = tensors["cu_seqlens"].tolist() if "cu_seqlens" in tensors else None

@@ -43,11 +43,11 @@ from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.batch import LOG_RATIO_BOUND
 from ludic.training.loss.context import SAMPLE_LOGPS, split_actions
 from ludic.training.reference import computes_trees, exchange_rows
-from ludic.training.types import BatchCredit, CandidateGroups, Candidates, SAWItem, Weighed
+from ludic.training.types import BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
 from ludic.types import stored
 
 if TYPE_CHECKING:
-    from ludic.training.distillation import Distillation
+    from ludic.training.distillation import Distillation, Teachers
 
 TOKEN_WEIGHT = "token_weight"
 
@@ -214,6 +214,34 @@ def _distil(run: TrainerState, macro: MacroBatch, distillation: Distillation) ->
 async def _add_reference(run: TrainerState, macro: MacroBatch) -> MacroBatch:
     reference = run.reference
     assert reference is not None  # resolve_reference gave one, or raised
+    if run.algo.distillation is not None:
+        from ludic.training.distillation import Teachers
+
+        if isinstance(reference, Teachers):
+            return await _ask_teachers(run, macro, reference)
+    return await add_token_column(
+        macro, "reference_logps", run.cfg, _forward_of(run, reference), skip_zero_weight=False, trees=computes_trees(reference)
+    )
+
+
+async def _ask_teachers(run: TrainerState, macro: MacroBatch, teachers: Teachers) -> MacroBatch:
+    """The batch with the log-probabilities of each sample's teacher. All ranks ask each in turn."""
+    from ludic.training.distillation import show_prompts
+
+    logps: dict[int, Tensor] = {}
+    with ranks.agree("choosing the teachers of a batch"):
+        parts = list(teachers.divide(macro.items))
+        shown = [show_prompts(macro.items, rows, teacher, run.cfg.max_seq_len) for teacher, rows in parts]
+    for (teacher, rows), items in zip(parts, shown, strict=True):
+        forward = _own_forward(run) if teacher.policy is None else _forward_of(run, teacher.policy)
+        seen = macro if teacher.prompt is None else replace(MacroBatch.ingest(items, run.cfg.max_seq_len), share=macro.share)
+        scored = await score_rows(seen, rows, run.cfg, forward)
+        logps |= {int(row): scored[int(row)] for row in rows}
+    return replace(macro, token_columns={**macro.token_columns, "reference_logps": logps})
+
+
+def _forward_of(run: TrainerState, reference: ReferencePolicy) -> ForwardLogps:
+    """Scores micro-batches with a reference."""
 
     async def forward(micro_batch: MicroBatch) -> Tensor:
         # In a thread if batches are generated meanwhile, which need the event loop.
@@ -222,9 +250,7 @@ async def _add_reference(run: TrainerState, macro: MacroBatch) -> MacroBatch:
         logps: Tensor = await await_if_needed(scored)
         return logps
 
-    return await add_token_column(
-        macro, "reference_logps", run.cfg, forward, skip_zero_weight=False, trees=computes_trees(reference)
-    )
+    return forward
 
 
 def _weigh(run: TrainerState, credit: BatchCredit, macro: MacroBatch) -> Weighed:

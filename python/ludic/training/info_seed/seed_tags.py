@@ -92,7 +92,7 @@ def without_tags(batch: SAWBatch) -> SAWBatch:
         if not seed_of(item.meta):
             prompts.setdefault(group_of(item.meta), list(item.input_ids[: _prompt_length(item.action_mask)]))
     items = [
-        _with_prompt(item, prompts[group_of(item.meta)]) if seed_of(item.meta) else item
+        with_prompt(item, prompts[group_of(item.meta)]) if seed_of(item.meta) else item
         for item in batch.items
         if not seed_of(item.meta) or group_of(item.meta) in prompts
     ]
@@ -106,7 +106,8 @@ def _prompt_length(action_mask: Sequence[int]) -> int:
     return next((index for index, acts in enumerate(action_mask) if acts), len(action_mask))
 
 
-def _with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
+def with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
+    """The sample with other tokens before its first action token."""
     start = _prompt_length(item.action_mask)
     completion = list(item.input_ids[start:])
     meta = {**item.meta, "prompt_length": len(prompt)} if "prompt_length" in item.meta else item.meta

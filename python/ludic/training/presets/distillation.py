@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from ludic.errors import ConfigError, check_value
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.distillation import Distillation
+from ludic.training.distillation import Distillation, Teacher, Teachers
 from ludic.training.loss import (
     CompositeLoss,
     Correction,
@@ -23,7 +24,8 @@ from ludic.training.types import CreditAssigner, ReferencePolicy
 
 def make_opd(
     *,
-    teacher: ReferencePolicy | None = None,
+    teacher: ReferencePolicy | Teacher | Mapping[str, ReferencePolicy | Teacher] | None = None,
+    teacher_column: str = "teacher",
     reward_coeff: float = 0.0,
     divergence: Literal["sampled", "forward", "reverse", "jsd"] = "sampled",
     gamma: float = 0.0,
@@ -46,9 +48,13 @@ def make_opd(
     exact gradient of KL(pi || teacher) over answers. `reward_coeff` above 0 needs `group_size`. The
     loss is GRPO's, with its clip and its means. With another `divergence` (GKD, arXiv:2306.13649)
     the loss is `DistillationLoss`, to which `top_k` and `jsd_beta` belong, plus `reward_coeff`
-    times GRPO's; without a reward the samples may be of any source. Without a `teacher` here, set
-    it as the algorithm's before the trainer is made.
+    times GRPO's; without a reward the samples may be of any source. `teacher` is a reference such
+    as `FrozenModel`, a `Teacher` with another prompt, or a mapping, in which `teacher_column` of a
+    row names the one that scores it. Without one, set the algorithm's before the trainer is made.
     """
+    scorer: Any = teacher
+    if isinstance(teacher, Teacher | Mapping):
+        scorer = Teachers(teacher, teacher_column) if isinstance(teacher, Mapping) else Teachers({"": teacher}, None)
     check_value("divergence", divergence, choices=("sampled", "forward", "reverse", "jsd"))
     if divergence == "sampled" and top_k is not None:
         raise ConfigError(f"top_k ({top_k}) is of a divergence of distributions; set divergence to forward, reverse or jsd")
@@ -63,9 +69,9 @@ def make_opd(
     policy = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
     weighting, checks = resolve_correction(correction), check_ratios(False, 0.0)
     if divergence == "sampled":
-        return RLAlgorithm(name, credit, policy, checks, weighting, distillation=distillation, teacher=teacher)
+        return RLAlgorithm(name, credit, policy, checks, weighting, distillation=distillation, teacher=scorer)
     loss = DistillationLoss(divergence, top_k, jsd_beta, **token_mean(policy))
     if not reward_coeff:
-        return RLAlgorithm(name, credit, loss, correction=weighting, teacher=teacher)
+        return RLAlgorithm(name, credit, loss, correction=weighting, teacher=scorer)
     terms = CompositeLoss([LossTerm("policy", policy, reward_coeff), LossTerm("distillation", loss)])
-    return RLAlgorithm(name, credit, terms, checks, weighting, teacher=teacher)
+    return RLAlgorithm(name, credit, terms, checks, weighting, teacher=scorer)
