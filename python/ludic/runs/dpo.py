@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, ConfigError
 from ludic.eval.statistics import Interval, mean_interval, share_interval, wilson_interval
 from ludic.files.checkpoints import check_model_folder
 from ludic.files.jsonl import read_jsonl, write_jsonl

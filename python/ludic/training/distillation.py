@@ -4,7 +4,7 @@ the policy's own samples; a teacher behind a server."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +109,13 @@ class Teachers:
         return str(name)
 
 
-def show_prompts(items: Sequence[SAWItem], rows: Sequence[int], teacher: Teacher, max_seq_len: int) -> list[SAWItem]:
+def show_prompts(items: Sequence[SAWItem], rows: Iterable[int], teacher: Teacher, max_seq_len: int) -> list[SAWItem]:
     """The samples, those at `rows` with the teacher's prompt. Raises DataError for one that is then
     too long."""
-    shown = list(items)
-    for row in rows if teacher.prompt is not None else ():
-        shown[row] = with_prompt(items[row], list(teacher.prompt(items[row])))
+    shown, prompt = list(items), teacher.prompt
+    for row in rows if prompt is not None else ():
+        assert prompt is not None
+        shown[row] = with_prompt(items[row], list(prompt(items[row])))
         if (length := len(shown[row].input_ids)) > max_seq_len:
             name = items[row].meta.get("rollout_id")
             raise DataError(f"{name} has {length} tokens with the teacher's prompt; max_seq_len ({max_seq_len}) must be as long")
