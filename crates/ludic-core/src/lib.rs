@@ -7,6 +7,7 @@ pub mod balance;
 pub mod bytes;
 pub mod collate;
 mod error;
+pub mod gae;
 mod ingest;
 mod numbers;
 pub mod pairs;

@@ -1,7 +1,7 @@
 //! Reads arguments from Python. Wrong types are refused here, wrong values by the core.
 
 use ludic_core::balance::Packing;
-use numpy::{PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{Element, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 
@@ -91,6 +91,17 @@ impl<'py> FromPyObject<'_, 'py> for Lengths<'py> {
         };
         Ok(Self(array))
     }
+}
+
+/// The argument `name` as an array of one dimension with elements of `T`: float64 or int64.
+pub fn read_array<'py, T: Element>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, T>> {
+    if let Ok(array) = value.extract::<PyReadonlyArray1<'py, T>>() {
+        return Ok(array);
+    }
+    let (kind, actual) = (T::get_dtype(value.py()).to_string(), describe_array(value)?);
+    let message =
+        format!("{name} must be a one-dimensional {kind} array, not {actual}; use np.asarray({name}, np.{kind})");
+    Err(ludic_error("DataTypeError", message))
 }
 
 /// For messages: "a 2-dimensional float64 array", or the name of the type if it is not an array.

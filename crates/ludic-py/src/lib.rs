@@ -5,6 +5,7 @@ mod bytes;
 mod collate;
 mod errors;
 mod fields;
+mod gae;
 mod lists;
 mod numbers;
 mod pairs;
@@ -49,6 +50,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pairs::group_pairs, module)?)?;
     module.add_function(wrap_pyfunction!(pairs::plan_pairs, module)?)?;
     module.add_function(wrap_pyfunction!(ranks::plan_ranks, module)?)?;
+    module.add_function(wrap_pyfunction!(gae::gae, module)?)?;
     module.add_function(wrap_pyfunction!(reduce::reduce_records, module)?)?;
     module.add_function(wrap_pyfunction!(reduce::reduce_column, module)?)?;
     Ok(())

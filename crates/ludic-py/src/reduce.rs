@@ -7,8 +7,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping, PySet, PyString};
 
-use crate::arguments::{Count, describe_array};
-use crate::errors::{Result, ludic_error, replace_conversion_error};
+use crate::arguments::{Count, read_array};
+use crate::errors::{Result, replace_conversion_error};
 use crate::fields::{repr_of, type_name};
 
 /// A dotted path and the indices of the reducers that read it. It is looked up once per record.
@@ -185,12 +185,7 @@ fn check_count(name: &'static str, count: Count) -> Result<u64> {
 #[pyfunction]
 pub fn reduce_column(kind: &str, values: &Bound<'_, PyAny>) -> Result<f64> {
     let reduction: Reduction = kind.parse()?;
-    let Ok(array) = values.extract::<PyReadonlyArray1<f64>>() else {
-        let actual = describe_array(values)?;
-        let message =
-            format!("values must be a one-dimensional float64 array, not {actual}; use np.asarray(values, float)");
-        return Err(ludic_error("DataTypeError", message).into());
-    };
+    let array: PyReadonlyArray1<'_, f64> = read_array("values", values)?;
     Ok(match array.as_slice() {
         Ok(values) => reduce::reduce_column(reduction, values),
         Err(_) => reduce::reduce_column(reduction, &array.as_array().to_vec()),
