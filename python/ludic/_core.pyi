@@ -315,13 +315,13 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16). Returns advantages [S] and returns
-    [S], the targets of the critic, of S tokens.
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16). Returns the advantages and the
+    returns of S tokens, [S] each; the returns are the targets of the critic.
 
     `rewards` [S] after each token and `values` [S] before it belong to episodes that lie one after
-    another: `lengths` [E] tokens each, of all turns. `last_values` [E] are the values after the last
-    token: 0 for an episode that ended, an estimate for one that was cut off. Raises DataError for
-    columns of other lengths, DataTypeError for arrays of another kind."""
+    another: `lengths` [E] tokens each, of all turns. `last_values` [E] are the values after the
+    last token: 0 for an episode that ended, an estimate for one that was cut off. Raises DataError
+    for columns of other lengths, DataTypeError for arrays of another kind."""
 
 def reduce_records(
     records: Sequence[Mapping[str, Any]],

@@ -43,3 +43,4 @@ from ludic.training.loss.reference_kl import ReferenceKLLoss as ReferenceKLLoss
 from ludic.training.loss.reinforce import ReinforceBaselineLoss as ReinforceBaselineLoss, ReinforceLoss as ReinforceLoss
 from ludic.training.loss.sapo import SAPOLoss as SAPOLoss
 from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss as MaskedCausalLMCrossEntropyLoss
+from ludic.training.loss.value import CriticSettings as CriticSettings, ValueLoss as ValueLoss

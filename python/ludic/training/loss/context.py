@@ -273,6 +273,12 @@ class SharedContext:
         weight: Tensor = self.batch[TOKEN_WEIGHT]
         return self.by_sample(weight[:, 1:])
 
+    def values(self, *, after: bool = False) -> Tensor:
+        """[B, T - 1] value that a critic, a model with one output for each token, has before each
+        next token; `after`: after it."""
+        outputs = self.logits[..., 0]
+        return self._by_sample((outputs[:, 1:] if after else outputs[:, :-1]).float())
+
     def sample_column(self, name: str) -> Tensor:
         """[B] column that the algorithm's batch credit computed for the samples. Raises
         DataKeyError if it did not."""
