@@ -52,6 +52,7 @@ LAYERS = [
         "ludic.training.backend",
         "ludic.training.callbacks",
         "ludic.training.controllers",
+        "ludic.training.critic",
         "ludic.training.evaluators",
         "ludic.training.preflight",
         "ludic.training.loop",

@@ -57,6 +57,7 @@ from ludic.training.credit_assignment import (
     PerStepReward as PerStepReward,
     RewardModelCreditAssigner as RewardModelCreditAssigner,
 )
+from ludic.training.critic import as_value_model as as_value_model
 from ludic.training.distillation import (
     Distillation as Distillation,
     Teacher as Teacher,
@@ -103,6 +104,7 @@ from ludic.training.loss import (
     CISPOLoss as CISPOLoss,
     ClippedSurrogateLoss as ClippedSurrogateLoss,
     CompositeLoss as CompositeLoss,
+    CriticSettings as CriticSettings,
     DPOLoss as DPOLoss,
     EntropyBonus as EntropyBonus,
     GMPOLoss as GMPOLoss,
@@ -124,6 +126,7 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss as TokenClippedSurrogateLoss,
     TokenKLLoss as TokenKLLoss,
     TruncatedImportanceSampling as TruncatedImportanceSampling,
+    ValueLoss as ValueLoss,
     selective_log_softmax as selective_log_softmax,
 )
 from ludic.training.maxent import ListwiseCredit as ListwiseCredit
@@ -142,6 +145,7 @@ from ludic.training.presets import (
     make_maxent_grpo as make_maxent_grpo,
     make_opd as make_opd,
     make_pass_at_k as make_pass_at_k,
+    make_ppo as make_ppo,
     make_reinforce as make_reinforce,
     make_reinforce_baseline as make_reinforce_baseline,
     make_reinforce_plus_plus as make_reinforce_plus_plus,

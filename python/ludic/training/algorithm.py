@@ -29,6 +29,7 @@ from ludic.types import group_of, is_list_of, stored
 
 if TYPE_CHECKING:
     from ludic.training.distillation import Distillation
+    from ludic.training.loss.value import CriticSettings
 
 __all__ = [
     "Batch",
@@ -82,6 +83,9 @@ class RLAlgorithm:
     a loss with `reads_shared_only`."""
     batch_credit: BatchCredit | None = None
     """Computes the weights from the utilities of a whole macro-batch, before it is divided."""
+    critic: CriticSettings | None = None
+    """A model of values computes the advantage of each token from the rewards (PPO): the weights so
+    far are rewards, each earned by the last token of its step."""
     coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
     """The numbers that controllers may change, by name: `tau`, `beta`."""
     sample_columns: Mapping[str, Callable[[SAWItem], float]] = field(default_factory=dict)
@@ -218,6 +222,8 @@ def forward_for_loss(
     trees: PrefixTrees | None = batch.get(PREFIX_TREES)
     if trees is None or logits.ndim == 2:  # scores belong to the samples
         return logits, batch
+    if logits.shape[-1] == 1:  # a critic's values belong to the tokens
+        return logits.index_select(1, trees.places), batch
     scores = LogitScores(
         logits,
         batch["input_ids"],

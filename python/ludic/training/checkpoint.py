@@ -8,6 +8,7 @@
         optimizer.safetensors tensors of the optimizer's state
         optimizer.json        its other values and parameter groups
         trainer_state.json    {"step", and the state of the run}
+        critic/               with PPO: the files of the critic's model and optimizer
         controller_state.json with controllers: tau, beta and the state of their controllers
         manifest.json         size and hash of each file above, written last (`files.manifest`)
                               and with layout="shallow" that layout
@@ -62,6 +63,9 @@ from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.backend.saving import replace_folder_on_ranks, write_weights
 
 logger = logging.getLogger(__name__)
+
+CRITIC = "critic"
+"""Folder of the critic in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -151,14 +155,17 @@ class CheckpointManager:
         step: int,
         metadata: Mapping[str, Any] | None = None,
         files: Mapping[str, Mapping[str, Any]] | None = None,
+        critic: TrainingBackend | None = None,
     ) -> Path | None:
         """Save the backend's weights and optimizer; `Trainer` calls this method. If a subclass
         overrides `save` and the model is in this process, this calls `save`. `files`: names and
-        contents of more JSON files."""
+        contents of more JSON files. `critic`: a second backend, which is saved in the folder
+        `critic` of the checkpoint."""
         here = with_defaults(backend)
         if here.model is not None and type(self).save is not CheckpointManager.save:
             folder = self.save(here.model, optimizer=here.optimizer, step=step, metadata=metadata)
             with ranks.agree(f"saving the checkpoint of step {step}"):
+                self._save_critic(critic, folder)
                 if folder is not None:
                     _write_files(folder, files)
                 if folder is not None and (folder / MANIFEST).exists():
@@ -166,13 +173,20 @@ class CheckpointManager:
                     self._point_to(folder)
             return folder
         save = here.save_as_held if self._is_shallow and here.model is not None else backend.save
-        return self.write(
-            lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(),
-            step,
-            metadata,
-            shared=here.is_sharded,
-            files=files,
-        )
+
+        def write(folder: Path | None) -> None:
+            save(folder, optimizer=self.cfg.save_optimizer).wait()
+            self._save_critic(critic, folder)
+
+        return self.write(write, step, metadata, shared=here.is_sharded, files=files)
+
+    def _save_critic(self, critic: TrainingBackend | None, folder: Path | None) -> None:
+        if critic is None:
+            return
+        here = with_defaults(critic)
+        whole = None if folder is None or (ranks.rank() and not here.is_sharded) else folder / CRITIC
+        save = here.save_as_held if self._is_shallow else critic.save
+        save(whole, optimizer=self.cfg.save_optimizer).wait()
 
     def write(
         self,
@@ -330,10 +344,15 @@ class CheckpointManager:
             read_optimizer_if_stored(optimizer, model, folder)
         return _read_metadata(folder)
 
-    def load_backend(self, backend: TrainingBackend, folder: Path) -> dict[str, Any]:
+    def load_backend(self, backend: TrainingBackend, folder: Path, *, critic: TrainingBackend | None = None) -> dict[str, Any]:
         """Load a checkpoint into the backend; `Trainer` calls this method. If a subclass overrides
-        `load` and the model is in this process, this calls `load`."""
+        `load` and the model is in this process, this calls `load`. Raises CheckpointError for one
+        without a critic if there is to be one."""
         here = with_defaults(backend)
+        if critic is not None:
+            if not (folder / CRITIC).is_dir():
+                raise CheckpointError(f"{folder} has no folder {CRITIC}, since another algorithm wrote it; begin a new run")
+            critic.load(folder / CRITIC).wait()
         if here.model is not None and type(self).load is not CheckpointManager.load:
             return self.load(here.model, optimizer=here.optimizer, path=folder)
         backend.load(folder).wait()

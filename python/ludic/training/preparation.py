@@ -61,6 +61,8 @@ class Prepared:
     """Statistics over all ranks, by the keys of docs/metrics.md."""
     groups: CandidateGroups | None = None
     """The groups of the batch credit, for controllers."""
+    trains_policy: bool = True
+    """False while only a critic is trained."""
 
 
 def skips_zero_weight(run: TrainerState) -> bool:
@@ -92,6 +94,12 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
         )
         stats |= weighed.stats
         groups = weighed.groups
+    if run.critic is not None:
+        run.critic.in_thread = run.source.overlaps
+        rows, trees = np.arange(len(macro.items)), run.critic.trees
+        scored_rows = await score_rows(macro, rows, run.critic.cfg, run.critic.values, trees=trees, width=(2,))
+        macro, measured = await run.critic.weigh(macro, scored_rows, step=run.current_step)
+        stats |= measured
     if run.algo.sample_columns:
         facts = {name: np.array([read(item) for item in macro.items]) for name, read in run.algo.sample_columns.items()}
         macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
@@ -109,7 +117,8 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
     if run.algo.distillation is not None:
         macro = _distil(run, macro, run.algo.distillation)
     await _log_tokens(run, macro, run.current_step if batch_number is None else batch_number)
-    return Prepared(macro, stats, groups)
+    trains_policy = run.critic is None or run.current_step >= run.critic.settings.warmup_steps
+    return Prepared(macro, stats, groups, trains_policy)
 
 
 def _measure_seeds(run: TrainerState, macro: MacroBatch) -> dict[str, float]:
@@ -325,10 +334,12 @@ async def score_rows(
     *,
     skip_zero_weight: bool = False,
     trees: bool = False,
+    width: tuple[int, ...] = (),
 ) -> dict[int, Tensor]:
     """Row -> [A] what `forward` computes for the samples at `rows`; with `trees` it may get rows of
-    prefix trees. All ranks call it. Of a batch that all ranks have, the result has every row, and
-    zeros for those that were not computed."""
+    prefix trees. With a `width`, `forward` returns [B, T - 1, *width]. All ranks call it. Of a
+    batch that all ranks have, the result has every row, and zeros for those that were not
+    computed."""
     whole = (TreeMiniBatch if trees else MiniBatch)(batch, rows, cfg, skip_zero_weight=skip_zero_weight)
     logps_by_row: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):
@@ -338,7 +349,7 @@ async def score_rows(
             zip(map(int, whole.micro_batch_rows(index)), values, strict=False)
         )  # padding rows belong to no sample
     if batch.share is not None:
-        logps_by_row = exchange_rows(logps_by_row, batch, cfg.model_device)
+        logps_by_row = exchange_rows(logps_by_row, batch, cfg.model_device, width)
     return logps_by_row
 
 

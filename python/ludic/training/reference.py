@@ -368,16 +368,18 @@ def score_actions(batch: MacroBatch, cfg: TrainerConfig, forward: Score, *, tree
     return [by_row[row].float().cpu() for row in range(len(batch.items))]
 
 
-def exchange_rows(own: dict[int, Tensor], batch: MacroBatch, device: torch.device | str) -> dict[int, Tensor]:
-    """Row -> [A] values of all rows of a batch that all ranks have. Each rank has computed some,
-    and later mini-batches give it others.
+def exchange_rows(
+    own: dict[int, Tensor], batch: MacroBatch, device: torch.device | str, width: tuple[int, ...] = ()
+) -> dict[int, Tensor]:
+    """Row -> [A, *width] values of all rows of a batch that all ranks have. Each rank has computed
+    some, and later mini-batches give it others.
 
     Example: 3 rows of 2, 1 and 2 tokens, of which rank 0 has the first and rank 1 the others:
     [a b 0 0 0] + [0 0 c d e] = [a b c d e] is divided at 2 and 3.
     """
     counts = batch.table.target_counts.tolist()
     ends = list(accumulate(counts))
-    column = torch.zeros(sum(counts), device=device)
+    column = torch.zeros(sum(counts), *width, device=device)
     for row, logps in own.items():
         column[ends[row] - counts[row] : ends[row]] = logps.to(column)
     if ranks.is_distributed():

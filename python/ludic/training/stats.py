@@ -100,7 +100,7 @@ RESERVED_KEYS = frozenset(
     }
 )
 """Keys that the trainer itself logs under `train/`. A reducer cannot have one of these names."""
-OWN_PREFIXES = ("guard/", "perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", MISMATCH)
+OWN_PREFIXES = ("guard/", "perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", "critic/", MISMATCH)
 """Prefixes of keys that are not logged under `train/`, for the trainer itself."""
 
 
@@ -305,8 +305,8 @@ def _completion_length(item: SAWItem) -> int:
 
 
 def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
-    """Put each key under `train/`, `eval/` or `perf/`; `mismatch/*`, `reference/*`, `ranks/*`,
-    `queue/*`, `groups/*`, `actors/*` and `guard/*` keys stay as they are.
+    """Put each key under `train/`, `eval/` or `perf/`; `mismatch/*`, `reference/*`, `critic/*`,
+    `ranks/*`, `queue/*`, `groups/*`, `actors/*` and `guard/*` keys stay as they are.
 
     Example: `loss` becomes `train/loss`, `eval_loss` becomes `eval/loss`, and `gpu_x` becomes
     `perf/gpu_x`.

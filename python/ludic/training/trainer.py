@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from ludic.distributed.interfaces import PolicyPublisher
+    from ludic.training.critic import Critic
 
 logger = logging.getLogger(__name__)
 Stats = dict[str, float]
@@ -73,7 +74,9 @@ class Trainer(TrainerState):
     and `sync_every_steps` above 1 is an error. `lora_config` adds adapters (`apply_lora`): only
     these and the head of a scoring model are trained. `preflight` checks before the first step
     whether trainer and sampler agree, and raises if not. `reference` is for algorithms that read
-    one (`training.reference`). None means the model without its adapters. `controllers` set
+    one (`training.reference`). None means the model without its adapters. `critic` is for PPO: a
+    model with one output for each token (`as_value_model`). None means a value head on the layers
+    of the policy, whose weights the value loss does not change. `controllers` set
     coefficients of the algorithm after each step; `callbacks` are called on the way; `token_log`
     gets the log-probabilities of some batches, and `profiler` records some steps.
     `total_training_steps`: length of the learning-rate schedule. None means `num_steps` of the
@@ -107,6 +110,7 @@ class Trainer(TrainerState):
         lora_config: LoraSettings | LoraConfig | None = None,
         preflight: Preflight | None = None,
         reference: ReferencePolicy | None = None,
+        critic: nn.Module | None = None,
         controllers: Sequence[Controller] = (),
         callbacks: Sequence[Callback] = (),
         token_log: TokenLog | None = None,
@@ -139,6 +143,7 @@ class Trainer(TrainerState):
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
         self.reference = resolve_reference(reference, algo, self.backend, self._model)
+        self.critic = self._open_critic(critic)
         self.control, self.callbacks = Control(controllers, algo), Callbacks(callbacks, self, self.ensure_checkpoint)
         self.schedule = RunSchedule(self.cfg, total_training_steps)
         self.early_stopping, self.last_eval = EarlyStopping(self.cfg), {}
@@ -162,6 +167,15 @@ class Trainer(TrainerState):
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer for the model on its device. A subclass can override this."""
         return build_optimizer(self.model, self.cfg)
+
+    def _open_critic(self, model: nn.Module | None) -> Critic | None:
+        if self.algo.critic is not None:
+            from ludic.training.critic import Critic  # PPO alone needs it
+
+            return Critic(self.algo.critic, model, self.model, self.cfg)
+        if model is not None:
+            raise ConfigError(f"{self.algo.name} has no critic, and critic= is given; use make_ppo, or leave it out")
+        return None
 
     @property
     def model(self) -> nn.Module:
@@ -299,7 +313,7 @@ class Trainer(TrainerState):
 
         # 4. Take an optimizer step on each mini-batch.
         record = StepRecord(batch, macro, timer, prepared.stats)
-        for epoch in range(self.cfg.epochs_per_batch):
+        for epoch in range(self.cfg.epochs_per_batch if prepared.trains_policy else 0):
             for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
                 with timer.phase("batching"):
                     mini_batch = self._make_mini_batch(macro, rows)
@@ -431,7 +445,13 @@ class Trainer(TrainerState):
             return self.checkpointer.find(step=self._step)  # which has the weights of the last step, to continue from
         self._sync_log()
         content = {**(metadata or {}), "algorithm": self.algo.name, **self._run_state()}
-        return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content, **self.control.files(self._step))
+        return self.checkpointer.save_backend(
+            self.backend, step=self._step, metadata=content, critic=self._critic_backend, **self.control.files(self._step)
+        )
+
+    @property
+    def _critic_backend(self) -> TorchBackend | None:
+        return None if self.critic is None else self.critic.backend
 
     @watchdog.watched("load")
     def _resume(self, resume_from: int | str | Path) -> None:
@@ -439,7 +459,7 @@ class Trainer(TrainerState):
         locate = self.checkpointer.locate
         folder = ranks.ask_rank_0(f"finding the checkpoint {resume_from}", lambda: str(locate(resume_from)))
         with ranks.agree(f"loading the checkpoint {folder}"):
-            metadata = self.checkpointer.load_backend(self.backend, Path(folder))
+            metadata = self.checkpointer.load_backend(self.backend, Path(folder), critic=self._critic_backend)
             self._step = int(metadata["step"])
             self._restore_run(metadata)
         self._publish_before_step = bool(self.sync_every_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludic.errors import CheckpointError
 from ludic.event_loop import TrainFuture
@@ -22,6 +22,9 @@ from ludic.training.loop.step_record import TokenLog
 from ludic.training.rng import reseed_for_rank, set_rng_state
 from ludic.training.types import BatchSource, ReferencePolicy
 
+if TYPE_CHECKING:
+    from ludic.training.critic import Critic
+
 T = TypeVar("T")
 SOURCE = "batch_source"
 OF_EACH_RANK, RANKS = ("rng_state", SOURCE), "ranks"
@@ -37,6 +40,7 @@ class TrainerState:
     batch_source: BatchSource
     backend: TrainingBackend
     reference: ReferencePolicy | None
+    critic: Critic | None = None
     checkpointer: CheckpointManager | None
     evaluator: Evaluator | None
     token_log: TokenLog | None

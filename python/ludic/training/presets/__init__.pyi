@@ -18,6 +18,7 @@ from ludic.training.presets.policy_gradient import (
     make_rloo as make_rloo,
     make_sft as make_sft,
 )
+from ludic.training.presets.ppo import make_ppo as make_ppo
 from ludic.training.presets.registry import PRESETS as PRESETS, REGISTRY as REGISTRY, Preset as Preset
 from ludic.training.presets.reward_models import (
     make_bradley_terry as make_bradley_terry,

@@ -1,0 +1,256 @@
+"""The critic of PPO: a model of the return from each token on.
+
+It is a second model with its own backend, optimizer and learning rate: a value head on the layers
+of the policy, or a model of its own. Before a macro-batch is divided, the critic values all its
+action tokens; generalised advantage estimation, over the turns of an episode, makes advantages and
+returns of rewards and values. The critic then takes its optimizer steps, on the same mini-batches
+as the policy after it.
+
+Shapes: A action tokens of a sample, N samples, S action tokens of all samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ludic import _core
+from ludic.errors import ConfigError, DataError
+from ludic.event_loop import TrainFuture
+from ludic.models.output_layer import OutputLayer
+from ludic.models.sharding import gather_tensor
+from ludic.models.wrappers import evaluation_mode, is_classifier, unwrap_transformer
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm, forward_for_loss
+from ludic.training.backend.precision import autocast
+from ludic.training.backend.torch import TorchBackend
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import MicroBatch, refuse_fractions
+from ludic.training.batching.tree_batches import TreeMiniBatch
+from ludic.training.config import TrainerConfig
+from ludic.training.credit_assignment import PerStepReward
+from ludic.training.loss.context import SharedContext
+from ludic.training.loss.value import RETURNS, VALUES, CriticSettings, ValueLoss
+
+T = TypeVar("T")
+HEAD_LR = 1e-3
+
+
+class ValueHead(nn.Module):
+    """A linear layer on the inputs of the policy's output layer, [.., T, D] to [.., T, 1]. Its
+    values are 0 at first. The policy gets no gradient: its weights are not among the parameters."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self._layer = OutputLayer.of(policy)
+        self._policy = (policy,)  # no submodule
+        self.head = _zero_linear(self._layer.weight)
+
+    def get_base_model(self) -> nn.Module:
+        """The transformer whose layers it reads, as `unwrap_transformer` finds it."""
+        inner: nn.Module = unwrap_transformer(self._policy[0])
+        return inner
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        policy = self._policy[0]
+        with torch.no_grad(), evaluation_mode(policy), self._layer.captured_inputs(skip=True) as seen:
+            policy(**inputs)
+        hidden = gather_tensor(seen[0]).float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: Tensor = self.head(hidden)
+        return values
+
+
+def as_value_model(model: nn.Module) -> nn.Module:
+    """A causal model of transformers as a critic: its output layer becomes one output, which is 0
+    at first. Changes `model`. Raises ConfigError for a model without an output layer."""
+    layer = OutputLayer.of(model)  # refuses other kinds of layers
+    inner = unwrap_transformer(model)
+    if inner is not model:
+        raise ConfigError(f"a critic is made of a plain model, not of {type(model).__name__}; add adapters and shards afterwards")
+    head = _zero_linear(layer.weight).to(layer.weight.dtype)
+    inner.set_output_embeddings(head)
+    inner.config.tie_word_embeddings = False
+    for setting, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
+        if getattr(inner.config, setting, None) is not None:
+            setattr(inner.config, setting, neutral)
+    return model
+
+
+def _zero_linear(like: Tensor) -> nn.Linear:
+    """[D] to one output, 0 at first, on the device of `like` [V, D]. No random number is drawn."""
+    linear = nn.utils.skip_init(nn.Linear, like.shape[1], 1, device=like.device)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+class Critic:
+    """The critic of a run. `backend` has its model and optimizer, which checkpoints save."""
+
+    def __init__(self, settings: CriticSettings, model: nn.Module | None, policy: nn.Module, cfg: TrainerConfig) -> None:
+        """`model`: one output for each token (`as_value_model`); None: a value head on `policy`.
+        Raises ConfigError for a model with more outputs or another vocabulary than the policy."""
+        self.settings = settings
+        lr = settings.lr if settings.lr is not None else HEAD_LR if model is None else cfg.lr
+        self.cfg = replace(cfg, lr=lr, logits="full")
+        if model is not None:
+            _check_critic(model, policy)
+        algorithm = RLAlgorithm("critic", PerStepReward(), ValueLoss(settings.value_clip))
+        self.in_thread = False
+        """Whether it computes in a thread: batches are generated meanwhile, which need the event
+        loop."""
+        self.backend = TorchBackend(ValueHead(policy) if model is None else model, self.cfg, algo=algorithm)
+
+    @property
+    def trees(self) -> bool:
+        """Whether its micro-batches may be rows of prefix trees."""
+        return bool(self.backend.shares_prefixes)
+
+    async def values(self, micro_batch: MicroBatch) -> Tensor:
+        """[B, T - 1, 2] value before and after each next token, without gradient."""
+        return await self._compute(lambda: TrainFuture.of("values", lambda: self._values(micro_batch)))
+
+    async def weigh(self, macro: MacroBatch, scored: Mapping[int, Tensor], *, step: int) -> tuple[MacroBatch, dict[str, float]]:
+        """The batch with the advantage of each token in place of the rewards, and statistics over
+        all ranks, from `values` [A, 2] of its rows. Trains the critic on it. Raises DataError for
+        values that are not finite. All ranks call it."""
+        refuse_fractions(macro.items, "a critic values whole tokens")
+        values = [scored[row].double().cpu().numpy() for row in range(len(macro.items))]
+        with ranks.agree("valuing a batch"):
+            for row, each in enumerate(values):
+                if not np.isfinite(each).all():
+                    raise DataError(f"the critic's values of {macro.name(row)} are not all finite; lower critic_lr")
+        advantages, returns = self._estimate(macro, values)
+        own = [each[:, 0] for each in values]
+        stats, (mean, deviation) = _measure(macro, advantages, returns, own, self.cfg.model_device)
+        if self.settings.normalize_adv:
+            advantages = [(each - mean) / (deviation + 1e-8) for each in advantages]
+        columns = {"token_weight": advantages, VALUES: own, RETURNS: returns}
+        weights = np.array([each.mean() or np.abs(each).max() for each in advantages])  # 0 only if all of them are
+        macro = replace(
+            macro,
+            table=macro.table.with_weights(weights),
+            token_columns={**macro.token_columns, **{name: self._by_row(each) for name, each in columns.items()}},
+        )
+        return macro, {**stats, **await self._train(macro, step)}
+
+    @torch.no_grad()
+    def _values(self, micro_batch: MicroBatch) -> Tensor:
+        """[B, T - 1, 2] value before and after each next token."""
+        loss = self.backend.algo.loss
+        with evaluation_mode(self.backend.model), autocast(self.cfg), self.backend.counting(micro_batch, "values"):
+            shared = SharedContext(*forward_for_loss(self.backend.model, micro_batch.tensors, loss))
+        return torch.stack([shared.values(), shared.values(after=True)], dim=-1)
+
+    def _estimate(
+        self, macro: MacroBatch, values: list[NDArray[np.float64]]
+    ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+        """Advantages and returns, [A] for each row, from values [A, 2]. Rows of an episode follow
+        each other by their step; an episode that did not terminate goes on with the value after its
+        last token. The reward of a step belongs to its last token."""
+        episodes: dict[object, list[int]] = {}
+        for row, item in enumerate(macro.items):
+            key = (item.meta.get("rollout_id", ("row", row)), item.meta.get("agent_id"))
+            episodes.setdefault(key, []).append(row)
+        for steps in episodes.values():
+            steps.sort(key=lambda row: macro.items[row].meta.get("step_index", 0))
+        order = [row for steps in episodes.values() for row in steps]
+        rewards = [np.zeros(len(values[row])) for row in order]
+        for row, each in zip(order, rewards, strict=True):
+            each[-1] = macro.items[row].weight
+        lengths = [sum(len(values[row]) for row in steps) for steps in episodes.values()]
+        last = [
+            0.0 if macro.items[steps[-1]].meta.get("terminated", True) else float(values[steps[-1]][-1, 1])
+            for steps in episodes.values()
+        ]
+        estimated = _core.gae(
+            np.concatenate(rewards),
+            np.concatenate([values[row][:, 0] for row in order]),
+            np.array(lengths, dtype=np.int64),
+            np.array(last, dtype=np.float64),
+            gamma=self.settings.gamma,
+            lam=self.settings.lam,
+        )
+        ends = np.cumsum([len(each) for each in rewards])[:-1]
+        parts = [dict(zip(order, np.split(each, ends), strict=True)) for each in estimated]
+        advantages, returns = ([part[row] for row in range(len(values))] for part in parts)
+        return advantages, returns
+
+    def _by_row(self, values: list[NDArray[np.float64]]) -> dict[int, Tensor]:
+        device = self.cfg.model_device
+        return {row: torch.from_numpy(each.astype(np.float32)).to(device) for row, each in enumerate(values)}
+
+    async def _train(self, macro: MacroBatch, step: int) -> dict[str, float]:
+        """Take the critic's optimizer steps; returns its statistics over all ranks."""
+        kind = TreeMiniBatch if self.trees else MiniBatch
+        loss = clipped = tokens = 0.0
+        norms: list[float] = []
+        for epoch in range(self.cfg.epochs_per_batch):
+            for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=step, epoch=epoch):
+                batch = kind(macro, rows, self.cfg)
+                if not len(batch):
+                    continue
+                result = await self._compute(lambda batch=batch: self.backend.forward_backward(batch, totals=batch.totals))
+                stepped = await self._compute(lambda: self.backend.optim_step())
+                norms.append(stepped["grad_norm"])
+                loss += float(result.loss)
+                clipped += sum(float(stats["clipped_tokens"]) for stats in result.micro_stats)
+                tokens += sum(float(stats["tokens"]) for stats in result.micro_stats)
+        loss, clipped, tokens = ranks.sum_over_ranks([loss, clipped, tokens], self.cfg.model_device)
+        return {
+            "critic/loss": loss / max(len(norms), 1),
+            "critic/clip_frac": clipped / max(tokens, 1.0),
+            "critic/grad_norm": float(np.mean(norms)) if norms else 0.0,
+        }
+
+    async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
+        """The result of `operation`."""
+        future = await asyncio.to_thread(operation) if self.in_thread else operation()
+        return await future.result()
+
+
+def _check_critic(model: nn.Module, policy: nn.Module) -> None:
+    """Raise ConfigError for a critic that does not fit."""
+    inner, name = unwrap_transformer(model), type(unwrap_transformer(model)).__name__
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    outputs = getattr(head, "out_features", None)
+    if is_classifier(model) or outputs != 1:
+        raise ConfigError(f"the critic ({name}) must have one output for each token, not {outputs}; use as_value_model(model)")
+    known, own = (each.get_input_embeddings().num_embeddings for each in (inner, unwrap_transformer(policy)))
+    if known < own:
+        raise ConfigError(
+            f"the critic's vocabulary ({known} tokens) must be the policy's ({own}); make it from a model with the same tokenizer"
+        )
+
+
+def _measure(
+    macro: MacroBatch,
+    advantages: list[NDArray[np.float64]],
+    returns: list[NDArray[np.float64]],
+    values: list[NDArray[np.float64]],
+    device: str,
+) -> tuple[dict[str, float], tuple[float, float]]:
+    """Statistics over the action tokens of all ranks, and mean and standard deviation of the
+    advantages. Of equal returns no variance can be explained: there is no `explained_variance`."""
+
+    def add(sums: list[float]) -> list[float]:
+        return sums if macro.share is not None else ranks.sum_over_ranks(sums, device)
+
+    advantage, target, value = (np.concatenate(each) for each in (advantages, returns, values))
+    columns = (advantage, target, value, target - value)
+    count, *sums = add([float(len(target)), *(float(each.sum()) for each in columns)])
+    means = [each / count for each in sums]
+    squares = add([float(((each - mean) ** 2).sum()) for each, mean in zip(columns, means, strict=True)])
+    stats = {"critic/return": means[1], "critic/value": means[2]}
+    if squares[1] > 0:
+        stats["critic/explained_variance"] = 1.0 - squares[3] / squares[1]
+    return stats, (means[0], math.sqrt(squares[0] / count))
