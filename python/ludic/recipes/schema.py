@@ -20,6 +20,7 @@ from ludic.recipes.rules import setting
 from ludic.recipes.sections import (
     CheckpointSection,
     ControllersSection,
+    CriticSection,
     CurriculumSection,
     InfoSeedSection,
     ProfileSection,
@@ -306,6 +307,7 @@ class Recipe(CommonSettings):
     """Fields of `TrainerConfig`, for reinforcement."""
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     teacher: TeacherSection = field(default_factory=TeacherSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     controllers: ControllersSection = field(default_factory=ControllersSection)
     info_seed: InfoSeedSection = field(default_factory=InfoSeedSection)
     inference: InferenceSection = field(default_factory=InferenceSection)

@@ -228,6 +228,17 @@ def switches_adapters_off(section: ReferenceSection, *, has_adapters: bool) -> b
 
 
 @dataclass
+class CriticSection:
+    """The model of values that `algorithm=ppo` trains next to the policy."""
+
+    model: Optional[str] = setting(None, excludes="sharding.kind=full or sharding.kind=hybrid")  # noqa: UP045
+    """`policy`: a copy of the policy as it is when reinforcement begins, with adapters of its own
+    if `lora.rank` is set. Or a folder in Hugging Face layout, or hub id, with the policy's
+    tokenizer. Its output layer becomes one value for each token. Null: a value head, a linear layer
+    on the last hidden states of the policy, which it does not change."""
+
+
+@dataclass
 class InfoSeedSection:
     """Answers whose prompt names a seed, and a loss by which the seed can be told from the answer.
     For tasks of one turn."""

@@ -1,5 +1,5 @@
-"""What holds a policy back and steers its coefficients: the reference and the controllers of a
-run.
+"""What judges a policy, holds it back and steers its coefficients: the critic, the reference and
+the controllers of a run.
 
 The reference of a run: the policy that its reinforcement began with, which the run keeps, or
 another model.
@@ -7,18 +7,22 @@ another model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.checkpoints import check_model_folder
 from ludic.files.manifest import replace_with_manifest
+from ludic.models.loading import load_model, load_tokenizer
 from ludic.models.lora import save_merged
 from ludic.models.state_files import holds_whole_weights
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.build import build_controllers
-from ludic.recipes.model import check_vocabulary
+from ludic.recipes.model import add_adapters, check_vocabulary
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sections import TeacherSection, check_reference, switches_adapters_off
 from ludic.runs.base import RunParts, has_checkpoint
@@ -32,6 +36,9 @@ from ludic.training.controllers.saved_state import FILE_NAME
 from ludic.training.loggers import TeeLogger, TrainingLogger
 from ludic.training.loop.step_record import TokenLog
 from ludic.training.reference import FrozenModel, ReferencePolicy
+
+POLICY = "policy"
+"""`critic.model` for a copy of the policy."""
 
 
 def check_control(recipe: Recipe, algorithm: RLAlgorithm) -> None:
@@ -75,6 +82,32 @@ def open_control(
 def _answers(recipe: Recipe) -> int:
     """The answers to a problem, with the seeded ones of InfoSeed."""
     return recipe.rollout.group_size + recipe.info_seed.num_seeds
+
+
+def check_critic(recipe: Recipe, algorithm: RLAlgorithm, tokenizer: Any) -> None:
+    """Raise `ConfigError` for a `critic.model` that the run cannot have."""
+    source = recipe.critic.model
+    if source is not None and algorithm.critic is None:
+        raise ConfigError(f"critic.model ({source}) needs an algorithm with a critic, not {algorithm.name}; set algorithm=ppo")
+    if source not in (None, POLICY) and load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"critic.model ({source}) must have the policy's vocabulary; use a model with the policy's tokenizer")
+
+
+def open_critic(recipe: Recipe, algorithm: RLAlgorithm, policy: Any) -> nn.Module | None:
+    """The model of values of a phase; None for a value head, and if the algorithm has no critic.
+    Its trained weights are in the checkpoints."""
+    source = recipe.critic.model
+    if algorithm.critic is None or source is None:
+        return None
+    from ludic.training.critic import as_value_model
+
+    if source != POLICY:
+        model = load_model(source, recipe.dtype)
+    else:
+        model = copy.deepcopy(policy)
+        model = model.unload() if has_adapters(model) else model  # without the adapters, which change nothing yet
+    critic: nn.Module = add_adapters(as_value_model(model), recipe, seed=recipe.seed, device=recipe.trainer.model_device)
+    return critic
 
 
 class ControllerStateLogger:

@@ -31,7 +31,7 @@ from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.base import RunParts, TrainingRun, has_checkpoint, restore_best_weights
-from ludic.runs.control import check_control, check_teacher, open_control
+from ludic.runs.control import check_control, check_critic, check_teacher, open_control, open_critic
 from ludic.runs.data.sft import Warmup
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, check_watched_metrics, list_measured, make_held_out
@@ -122,6 +122,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         seed_everything(recipe.seed, threads=recipe.threads)
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
+        check_critic(recipe, algorithm, tokenizer)
         check_prompts(recipe, task, tokenizer)
         warn_of_long_prompts(recipe, task, tokenizer, model)
         try_task(recipe, task, tokenizer, model)
@@ -333,6 +334,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},
             total_training_steps=self.parts.warmup.steps if phase == WARM_UP else self.recipe.steps,
             preflight=preflight,
+            critic=open_critic(self.recipe, algorithm, self.parts.model),
             **open_control(self.recipe, algorithm, self.parts, self.directory, phase, cfg, logger),
         )
         self._held_out.current_step = lambda: trainer.current_step if phase == REINFORCE else 0

@@ -2,6 +2,6 @@
 commands do."""
 
 from ludic.trainers.base import RecipeTrainer
-from ludic.trainers.methods import DPO, GRPO, SFT, RewardModel
+from ludic.trainers.methods import DPO, GRPO, PPO, SFT, RewardModel
 
-__all__ = ["DPO", "GRPO", "SFT", "RecipeTrainer", "RewardModel"]
+__all__ = ["DPO", "GRPO", "PPO", "SFT", "RecipeTrainer", "RewardModel"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ludic.errors import ConfigError
 from ludic.runs.directory import DPODirectory, RMDirectory, SFTDirectory
 from ludic.trainers.base import RecipeTrainer, settings_of, with_short_errors, without_trl_names
 from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, as_plain, name_rewards, name_tools, source_of, task_of
@@ -69,6 +70,24 @@ class GRPO(RecipeTrainer):
             given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())
         given["tools"], own_tools = (None, {}) if tools is None else name_tools(tools)
         super().__init__(settings_of(model, {**task_section, **settings}, **given), callbacks, own, own_tools, own_task)
+
+
+class PPO(GRPO):
+    """`GRPO` with `algorithm="ppo"`: a critic estimates the advantage of each token.
+
+    >>> PPO("path/to/model", reward, rows, critic={"model": "policy"}, steps=100).train()
+
+    `settings` may have `algorithm_args`, the arguments of `make_ppo`, and `critic.model`.
+    """
+
+    @with_short_errors
+    def __init__(
+        self, model: str | Path | None, reward_functions: Rewards | None = None, dataset: Rows | None = None, **settings: Any
+    ) -> None:
+        """The arguments of `GRPO` but for `algorithm`, which is a ConfigError."""
+        if "algorithm" in settings:
+            raise ConfigError(f"algorithm ({settings['algorithm']}) of PPO is ppo; leave it out, or use GRPO")
+        super().__init__(model, reward_functions, dataset, algorithm="ppo", **settings)
 
 
 class _RowsTrainer(RecipeTrainer):
