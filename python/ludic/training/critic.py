@@ -15,7 +15,8 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import MicroBatch, refuse_fractions
+from ludic.training.batching.packing import MicroBatch, refuse_columns
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import PerStepReward
@@ -73,9 +74,9 @@ def as_value_model(model: nn.Module) -> nn.Module:
     """A causal model of transformers as a critic: its output layer becomes one output, which is 0
     at first. Changes `model`. Raises ConfigError for a model without an output layer."""
     layer = OutputLayer.of(model)  # refuses other kinds of layers
-    inner = unwrap_transformer(model)
-    if inner is not model:
+    if unwrap_transformer(model) is not model:
         raise ConfigError(f"a critic is made of a plain model, not of {type(model).__name__}; add adapters and shards afterwards")
+    inner = cast(Any, model)
     head = _zero_linear(layer.weight).to(layer.weight.dtype)
     inner.set_output_embeddings(head)
     inner.config.tie_word_embeddings = False
@@ -123,7 +124,7 @@ class Critic:
         """The batch with the advantage of each token in place of the rewards, and statistics over
         all ranks, from `values` [A, 2] of its rows. Trains the critic on it. Raises DataError for
         values that are not finite. All ranks call it."""
-        refuse_fractions(macro.items, "a critic values whole tokens")
+        refuse_columns(macro.items, "a critic makes the credit of tokens from the rewards of steps")
         values = [scored[row].double().cpu().numpy() for row in range(len(macro.items))]
         with ranks.agree("valuing a batch"):
             for row, each in enumerate(values):
@@ -199,8 +200,8 @@ class Critic:
                 batch = kind(macro, rows, self.cfg)
                 if not len(batch):
                     continue
-                result = await self._compute(lambda batch=batch: self.backend.forward_backward(batch, totals=batch.totals))
-                stepped = await self._compute(lambda: self.backend.optim_step())
+                result = await self._compute(partial(self.backend.forward_backward, batch, totals=batch.totals))
+                stepped = await self._compute(self.backend.optim_step)
                 norms.append(stepped["grad_norm"])
                 loss += float(result.loss)
                 clipped += sum(float(stats["clipped_tokens"]) for stats in result.micro_stats)

@@ -277,7 +277,7 @@ class SharedContext:
         """[B, T - 1] value that a critic, a model with one output for each token, has before each
         next token; `after`: after it."""
         outputs = self.logits[..., 0]
-        return self._by_sample((outputs[:, 1:] if after else outputs[:, :-1]).float())
+        return self.by_sample((outputs[:, 1:] if after else outputs[:, :-1]).float())
 
     def sample_column(self, name: str) -> Tensor:
         """[B] column that the algorithm's batch credit computed for the samples. Raises
