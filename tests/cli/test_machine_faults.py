@@ -191,7 +191,6 @@ def test_an_output_path_that_is_a_file_is_a_one_line_error(tmp_path: Path) -> No
         ("trainer.model_device=cuda:99", "trainer.model_device (cuda:99)"),
         ("trainer.model_device=warp", "must be a torch device"),
         ("lora.target_modules=[nope]", "lora.target_modules (['nope'])"),
-        ("dtype=float16", "load the model in bfloat16"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo"])

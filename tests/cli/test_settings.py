@@ -30,7 +30,7 @@ def test_a_setting_has_the_docstring_of_its_field_above_it():
     lines = add_help_texts(to_yaml(compose([])), Recipe, TrainerConfig).splitlines()
     place = lines.index("  samples_per_prompt: 4")
     assert lines[place - 1] == f"  # {read_field_docs(EvaluationSection)['samples_per_prompt']}"
-    assert "Learning rate of AdamW" in read_field_docs(TrainerConfig)["lr"]
+    assert "Learning rate, before the schedule" in read_field_docs(TrainerConfig)["lr"]
     assert lines.count(f"  # {read_field_docs(TrainerConfig)['lr']}") == 1
     assert lines.count(f"    # {read_field_docs(TrainerConfig)['lr']}") == 1  # that of the warm-up
 
@@ -47,7 +47,7 @@ def test_a_setting_has_the_docstring_of_its_field_above_it():
 def test_every_command_says_what_its_settings_mean(command, said):
     shown = printed(*command)
     assert said in shown
-    assert "# Learning rate of AdamW" in shown
+    assert "# Learning rate, before the schedule" in shown
     assert yaml.safe_load(shown)
 
 
