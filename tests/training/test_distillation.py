@@ -140,6 +140,19 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_divided(packing, kind)
     assert prepared.macro.table.weights.tolist() == pytest.approx(means, rel=1e-5)
 
 
+def test_credit_of_tokens_is_added_token_by_token():
+    items, teacher = episodes(), FrozenModel(tiny_model(seed=1), cpu_config())
+    plain = weights_by_row(make_opd(teacher=teacher), items)
+    credits = [[float(place) for place, _ in enumerate(item.actor_logps.token_logps)] for item in items]
+    with_columns = [
+        replace(item, attachments=replace(item.attachments, token_columns={"token_weight": credit}))
+        for item, credit in zip(items, credits, strict=True)
+    ]
+    weights = weights_by_row(make_opd(teacher=teacher, reward_coeff=2.0, group_size=GROUP_SIZE), with_columns)
+    for row, credit in enumerate(credits):
+        torch.testing.assert_close(weights[row], plain[row] + 2 * torch.tensor(credit), rtol=0, atol=1e-5)
+
+
 def test_with_a_correction_the_weights_compare_the_trainers_policy_with_the_teacher():
     model = tiny_model()
     algo = make_opd(teacher=FrozenModel(model, cpu_config()), correction=TruncatedImportanceSampling(2.0))

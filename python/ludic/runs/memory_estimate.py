@@ -71,7 +71,10 @@ class Settings:
         concurrency, reference = 0, None
         if isinstance(recipe, Recipe):
             concurrency = recipe.rollout.concurrency if recipe.inference.kind in (None, "local") else 0
-            reference = recipe.reference if build_algorithm(recipe).reads_reference else None
+            algorithm = build_algorithm(recipe)
+            reference = recipe.reference if algorithm.reads_reference else None
+            if algorithm.reads_teacher:
+                reference = ReferenceSection("model") if recipe.teacher.url is None else None
         return cls(
             dtype=recipe.dtype,
             micro_token_budget=recipe.trainer.micro_token_budget,

@@ -43,13 +43,11 @@ from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.batch import LOG_RATIO_BOUND
 from ludic.training.loss.context import SAMPLE_LOGPS, split_actions
 from ludic.training.reference import computes_trees, exchange_rows
-from ludic.training.types import BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
+from ludic.training.types import TOKEN_WEIGHT, BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
 from ludic.types import stored
 
 if TYPE_CHECKING:
     from ludic.training.distillation import Distillation, Teachers
-
-TOKEN_WEIGHT = "token_weight"
 
 
 @dataclass(frozen=True)
@@ -213,11 +211,18 @@ def _distil(run: TrainerState, macro: MacroBatch, distillation: Distillation) ->
     counts, known = macro.table.target_counts, macro.token_columns
     old = known.get("proximal_logps") or _sampled(run, macro)
     teacher, policy = _join_rows(known["reference_logps"], macro), _join_rows(old, macro)
-    weights = distillation.weigh(np.repeat(macro.table.weights.astype(np.float64), counts), teacher, policy, counts)
+    credit = np.concatenate([_credit(item, count) for item, count in zip(macro.items, counts, strict=True)])
+    weights = distillation.weigh(credit, teacher, policy, counts)
     parts = np.split(weights, counts.cumsum()[:-1])
     columns = {row: torch.from_numpy(part.astype(np.float32)).to(run.cfg.model_device) for row, part in enumerate(parts)}
     means = np.array([part.mean() or np.abs(part).max() for part in parts])  # 0 only if all are: such a sample may be skipped
     return replace(macro, table=macro.table.with_weights(means), token_columns={**known, TOKEN_WEIGHT: columns})
+
+
+def _credit(item: SAWItem, count: int) -> NDArray[np.float64]:
+    """[A] the weights of the predicted action tokens, of which there are `count`."""
+    values = item.attachments.token_columns.get(TOKEN_WEIGHT)
+    return np.full(count, item.weight) if values is None else _predicted(item, values)
 
 
 async def _add_reference(run: TrainerState, macro: MacroBatch) -> MacroBatch:

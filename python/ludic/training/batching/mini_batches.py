@@ -97,7 +97,7 @@ class MacroBatch:
     @cached_property
     def has_weight(self) -> NDArray[np.bool_]:
         """[N] whether any token of the sample has credit."""
-        if TOKEN_WEIGHT not in self.table.token_columns or not len(self.table):
+        if TOKEN_WEIGHT not in self.table.token_columns or TOKEN_WEIGHT in self.token_columns or not len(self.table):
             return np.asarray(self.table.weights != 0)
         largest = np.maximum.reduceat(np.abs(self.table.token_column(TOKEN_WEIGHT)), row_starts(self.table))
         return np.asarray(largest > 0)
