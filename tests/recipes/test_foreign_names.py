@@ -301,7 +301,7 @@ def test_every_name_is_answered_from_the_table_and_not_by_the_nearest_setting():
         (compose, "actor_rollout_ref.actor.loss_agg_mode=token-mean", "write algorithm_args.normalizer=tokens"),
         (compose, "actor_rollout_ref.rollout.val_kwargs.temperature=0", "held-out problems are sampled as in training"),
         (compose, "actor_rollout_ref.rollout.seed=1", "docs/migration.md has the names of verl"),
-        (compose, "critic.optim.weight_decay=0.1", "there is no critic"),
+        (compose, "critic.optim.weight_decay=0.1", "with algorithm=ppo, set critic.model"),
         (compose, "reward_model.max_length=512", "write reward_model=FOLDER"),
         (compose, "trainer.total_epochs=3", "write steps=N: a pass over R rows"),
         (compose, "trainer.n_gpus_per_node=8", "write ranks=N"),

@@ -15,7 +15,7 @@ from training_samples import tiny_model
 from typer.testing import CliRunner
 
 import ludic
-from ludic import DPO, GRPO, SFT, RewardModel
+from ludic import DPO, GRPO, PPO, SFT, RewardModel
 from ludic.cli.app import app
 from ludic.errors import CheckpointError, ConfigError, ConfigTypeError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
@@ -459,3 +459,31 @@ def test_every_name_of_trl_that_is_refused_is_none_of_our_arguments_or_settings(
     assert set(ARGUMENTS) & ours == {"tools"}  # an argument of GRPO, and not of the others
     settings = {field.name for field in dataclasses.fields(compose(["sort"]))}
     assert set(ARGUMENTS) & settings <= {"tokenizer", "reward_model", "tools"}
+
+
+def test_ppo_is_train_with_its_algorithm() -> None:
+    recipe = PPO(None, digits, ROWS, critic={"model": "policy"}, algorithm_args={"lam": 0.9}).recipe
+    assert (recipe.algorithm, recipe.critic.model, recipe.algorithm_args) == ("ppo", "policy", {"lam": 0.9})
+    with pytest.raises(ConfigError, match=r"algorithm \(grpo\) of PPO is ppo"):
+        PPO(None, digits, ROWS, algorithm="grpo")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"algorithm": "grpo", "critic": {"model": "policy"}}, r"critic.model \(policy\) .*algorithm with a critic, not grpo"),
+        ({"algorithm": "ppo", "algorithm_args": {"gamma": 2.0}}, r"gamma \(2.0\) must be"),
+    ],
+)
+def test_a_critic_that_the_run_cannot_have_is_one_line(model: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        GRPO(model, digits, ROWS, name="refused", **{**SMALL, **settings}).train()
+
+
+def test_a_critic_of_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "other")
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"critic.model \(.*other\) must have the policy's vocabulary"):
+        PPO(model, digits, ROWS, name="refused", critic={"model": str(tmp_path / "other")}, **SMALL).train()

@@ -25,7 +25,10 @@ def start(folder, *options):
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "options",
-    [["off"], ["auto"], ["off", "muon"], ["off", "adafactor"], pytest.param(["off", "adamw8bit"], marks=HAS_8BIT)],
+    [
+        *(["off", "grpo"], ["auto", "grpo"], ["off", "ppo"], ["auto", "ppo-model"]),
+        *(["off", "grpo", "muon"], ["off", "grpo", "adafactor"], pytest.param(["off", "grpo", "adamw8bit"], marks=HAS_8BIT)),
+    ],
     ids=" ".join,
 )
 def test_a_run_killed_twice_ends_where_the_uninterrupted_run_ends(tmp_path, options):

@@ -31,6 +31,7 @@ from ludic.training import (
     MonteCarloReturn,
     OverlongPenalty,
     PassAtKReturn,
+    PerStepReward,
     ReferenceKLLoss,
     ReinforceBaselineLoss,
     ReinforceLoss,
@@ -43,6 +44,7 @@ from ludic.training import (
     make_gspo,
     make_opd,
     make_pass_at_k,
+    make_ppo,
     make_reinforce,
     make_reinforce_baseline,
     make_reinforce_plus_plus,
@@ -95,6 +97,7 @@ PARTS = {
         BatchNormalizedReturn(),
         TokenClippedSurrogateLoss(0.2, 0.2, normalizer="tokens"),
     ),
+    "ppo": (make_ppo(), PerStepReward(), TokenClippedSurrogateLoss(0.2, 0.2, normalizer="tokens")),
     "scalerl": (make_scalerl(group_size=G), HybridNormalizedReturn(G), CISPOLoss(0.2, 0.28, length_normalize=True)),
     "sft": (make_sft(), ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss(length_normalize=False)),
 }

@@ -298,9 +298,9 @@ held-out problems are sampled as in training, and once more greedily <- actor_ro
 rollouts.jsonl has the answers (rollout.log_every) <- trainer.log_val_generations trainer.rollout_data_dir
     trainer.validation_data_dir
 batches of ranks are always of equal cost <- trainer.balance_batch
-there is no critic; gamma is an argument of reinforce and reinforce_baseline <- critic algorithm.gamma algorithm.lam
-    algo.advantage.gamma algo.advantage.lambd train.colocate_critic_reward ds.value_head_prefix trainer.critic_warmup
-    trainer.max_critic_ckpt_to_keep
+with algorithm=ppo, set critic.model, and gamma, lam, value_clip, critic_lr or critic_warmup_steps of algorithm_args <- critic
+    algorithm.gamma algorithm.lam algo.advantage.gamma algo.advantage.lambd train.colocate_critic_reward
+    ds.value_head_prefix trainer.critic_warmup trainer.max_critic_ckpt_to_keep
 there is no entropy term; algorithm=maxent_grpo keeps the variety of answers <- actor.entropy_coef
     actor_rollout_ref.actor.entropy_coeff
 the loss has no term for routers, and none for text beside the rewards <- actor.aux_loss_coef model.aux_loss_coef

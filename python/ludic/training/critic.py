@@ -98,8 +98,9 @@ class Critic:
     """The critic of a run. `backend` has its model and optimizer, which checkpoints save."""
 
     def __init__(self, settings: CriticSettings, model: nn.Module | None, policy: nn.Module, cfg: TrainerConfig) -> None:
-        """`model`: one output for each token (`as_value_model`); None: a value head on `policy`.
-        Raises ConfigError for a model with more outputs or another vocabulary than the policy."""
+        """`model`: one output for each token (`as_value_model`); None means a value head on
+        `policy`. Raises ConfigError for a model with more outputs or another vocabulary than the
+        policy."""
         self.settings = settings
         lr = settings.lr if settings.lr is not None else HEAD_LR if model is None else cfg.lr
         self.cfg = replace(cfg, lr=lr, logits="full")
@@ -124,7 +125,7 @@ class Critic:
         """The batch with the advantage of each token in place of the rewards, and statistics over
         all ranks, from `values` [A, 2] of its rows. Trains the critic on it. Raises DataError for
         values that are not finite. All ranks call it."""
-        refuse_columns(macro.items, "a critic makes the credit of tokens from the rewards of steps")
+        refuse_columns(macro.items, "a critic makes credit of the rewards of steps")
         values = [scored[row].double().cpu().numpy() for row in range(len(macro.items))]
         with ranks.agree("valuing a batch"):
             for row, each in enumerate(values):

@@ -68,7 +68,7 @@ class CriticSettings:
     value_clip: float | None = 0.2
     """See `ValueLoss`."""
     lr: float | None = None
-    """Constant learning rate. None: 1e-3 of a value head, else the policy's."""
+    """Constant learning rate. None means 1e-3 of a value head, else the policy's."""
     warmup_steps: int = 0
     """Steps at the beginning in which the critic alone is trained."""
     normalize_adv: bool = True
@@ -80,4 +80,4 @@ class CriticSettings:
         check_value("lam", self.lam, "1 takes the whole return, 0 the next value", least=0, most=1)
         check_value("value_clip", self.value_clip, "None turns it off", optional=True, above=0)
         check_value("critic_lr", self.lr, "None takes the default", optional=True, least=0, below=math.inf)
-        check_value("critic_warmup_steps", self.warmup_steps, "0 trains the policy at once", whole=True, least=0)
+        check_value("critic_warmup_steps", self.warmup_steps, "0 trains the policy immediately", whole=True, least=0)
