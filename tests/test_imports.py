@@ -29,6 +29,7 @@ LAYERS = [
         "ludic.training.watchdog",
         "ludic.training.credit_assignment",
         "ludic.training.group_credit",
+        "ludic.training.process_rewards",
         "ludic.training.coefficients",
         "ludic.training.filters",
         "ludic.training.loss",
