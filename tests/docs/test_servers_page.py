@@ -33,7 +33,7 @@ def commands():
 
 def test_the_training_commands_of_the_page_are_recipes():
     shown = [command[command.index("train") + 1 :] for command in commands() if "train" in command]
-    assert len(shown) == 10
+    assert len(shown) == 11
     for arguments in shown:
         recipe = compose(arguments)
         assert choose_kind(recipe.inference) == "vllm"
@@ -55,7 +55,7 @@ def test_the_page_has_exactly_the_settings_of_the_section():
     named = set(re.findall(r"`inference\.(\w+)", PAGE))
     assert named == {item.name for item in fields(InferenceSection)} - {"kind", "python", "url"}
     assert ", ".join(map(str, HEAD_DIMS[:-1])) in PAGE
-    assert set(re.findall(r"^\| `(\w+)` \| (?:min|w )", PAGE, re.MULTILINE)) == set(CORRECTIONS)
+    assert set(re.findall(r"^\| `(\w+)` \| (?:min|w |0 )", PAGE, re.MULTILINE)) == set(CORRECTIONS)
 
 
 async def test_the_fault_report_of_the_page_is_reproduced():

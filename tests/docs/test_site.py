@@ -93,7 +93,7 @@ def test_the_page_of_a_command_has_the_words_of_its_schema(pages):
     written = pages.write_settings_pages()
     assert "| `rollout.group_size` | `8` | Answers per problem. |" in written["settings/train.md"]
     assert "| `rows` | `8000` | Demonstrations to generate if `data` is null. |" in written["settings/sft.md"]
-    nll = "Weight of the negative log-likelihood of the chosen answers, per token; 0: without it."
+    nll = "Weight of the negative log-likelihood of the chosen answers, per token; 0: without it. For sigmoid, ipo and robust."
     assert f"| `loss.nll_coeff` | `2.0` | {nll} |" in written["settings/dpo.md"]
     assert (
         "| `columns.chosen` | `null` | The column of the better response; null: the one of the row's format. |"

@@ -5,7 +5,7 @@ them to a whole recipe. Rules between settings that these cannot express are fun
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT, Field, field, fields, is_dataclass
 from functools import reduce
 from typing import Any, Unpack
@@ -50,11 +50,13 @@ def setting(default: Any = MISSING, **rules: Unpack[Rules]) -> Any:
 
 def check_settings(recipe: Any) -> None:
     """Raise `ConfigError` for the first setting of a recipe, in the order of its sections, that
-    breaks a rule. The message names the setting, its value, the rule and the remedy."""
-    for path, item, value in _list_settings(recipe, ""):
-        problem = _find_problem(recipe, path, item, value)
-        if problem is not None:
-            raise ConfigError(f"{path} ({value}) {problem}")
+    breaks a rule: first of its own value, then towards another setting, whose value is then known
+    to be possible. The message names the setting, its value, the rule and the remedy."""
+    for find in (_find_own_problem, _find_problem):
+        for path, item, value in _list_settings(recipe, ""):
+            problem = find(recipe, path, item, value)
+            if problem is not None:
+                raise ConfigError(f"{path} ({value}) {problem}")
 
 
 def _list_settings(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
@@ -67,12 +69,19 @@ def _list_settings(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any],
             yield path, item, value
 
 
-def _find_problem(recipe: Any, path: str, item: Field[Any], value: Any) -> str | None:
+def _hint(rules: Mapping[Any, Any]) -> str:
+    return f"; {rules['hint']}" if "hint" in rules else ""
+
+
+def _find_own_problem(recipe: Any, path: str, item: Field[Any], value: Any) -> str | None:
     rules = item.metadata
-    hint = f"; {rules['hint']}" if "hint" in rules else ""
     broken = find_broken_rule(value, **{name: rule for name, rule in rules.items() if name in ValueRules.__annotations__})
-    if broken is not None:
-        return f"{broken}{hint if 'choices' in rules or not rules.keys() & {'needs', 'excludes'} else ''}"
+    own_hint = "choices" in rules or not rules.keys() & {"needs", "excludes"}
+    return broken and f"{broken}{_hint(rules) if own_hint else ''}"
+
+
+def _find_problem(recipe: Any, path: str, item: Field[Any], value: Any) -> str | None:
+    rules, hint = item.metadata, _hint(item.metadata)
     relation, _, other_path = rules.get("relation", "").rpartition(" ")
     compared = reduce(getattr, other_path.split("."), recipe) if relation else None
     if compared is not None and not _RELATIONS[relation](value, compared):

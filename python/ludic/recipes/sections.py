@@ -138,7 +138,7 @@ class GuardSection:
 
     ess: Optional[float] = setting(None, above=0, most=1)  # noqa: UP045
     """The least `mismatch/ess`, the effective share of a batch's tokens. Null: off."""
-    action: str = setting("lower", needs="callbacks.guard.ess")
+    action: str = setting("lower", choices=("lower", "skip", "stop"), needs="callbacks.guard.ess")
     """What is done with a batch below it. `lower`: its learning rate is multiplied by
     `mismatch/ess` / `ess`. `skip`: it is not trained on. `stop`: nor is any later one."""
     patience: int = setting(1, least=1, needs="callbacks.guard.action=stop")

@@ -70,7 +70,9 @@ def assert_sum_of_ranks(model, algo, cfg, macro, make):
         assert got_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
 
 
-POLICIES = [name for name, preset in presets.PRESETS.items() if preset.kind != "reward_model" and name != "dpo"]
+POLICIES = [
+    name for name, preset in presets.PRESETS.items() if preset.kind not in ("reward_model", "preference") and name != "dpo"
+]
 
 
 @pytest.mark.parametrize(("name", "packing"), [*((name, "optimal") for name in POLICIES), ("cispo", "padding_free")])

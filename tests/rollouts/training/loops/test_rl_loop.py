@@ -170,7 +170,7 @@ async def test_a_loop_killed_beside_a_checkpoint_has_each_step_in_its_log_once(t
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     await run(make_backend(whole, ppo_loss), make_manager(), config=config, metrics_logger=JSONLLogger(whole))
 
-    def save_until_step_2(self, backend, *, step, metadata=None):
+    def save_until_step_2(self, backend, *, step, metadata=None, critic=None):
         if step < 2 or is_saved:
             saved(self, backend, step=step, metadata=metadata)
         if step == 2:
