@@ -31,8 +31,8 @@ def test_a_setting_has_the_docstring_of_its_field_above_it():
     place = lines.index("  samples_per_prompt: 4")
     assert lines[place - 1] == f"  # {read_field_docs(EvaluationSection)['samples_per_prompt']}"
     assert "Learning rate, before the schedule" in read_field_docs(TrainerConfig)["lr"]
-    assert lines.count(f"  # {read_field_docs(TrainerConfig)['lr']}") == 1
-    assert lines.count(f"    # {read_field_docs(TrainerConfig)['lr']}") == 1  # that of the warm-up
+    assert lines.count(f"  # {read_field_docs(TrainerConfig)['max_grad_norm']}") == 1
+    assert lines.count(f"    # {read_field_docs(TrainerConfig)['max_grad_norm']}") == 1  # that of the warm-up
 
 
 @pytest.mark.parametrize(
