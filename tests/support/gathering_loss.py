@@ -8,7 +8,7 @@ from ludic.training.loss import Loss, SharedContext
 def pool(batch):
     """[B, D] sum of the hidden states at the tokens before each action token."""
     shared = SharedContext(batch["input_ids"], batch)
-    columns = [shared._by_sample(column) for column in batch["hidden"][:, :-1].unbind(dim=-1)]
+    columns = [shared.by_sample(column) for column in batch["hidden"][:, :-1].unbind(dim=-1)]
     return (torch.stack(columns, dim=-1) * shared.token_mask[..., None]).sum(dim=1)
 
 

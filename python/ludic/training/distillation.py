@@ -4,9 +4,9 @@ the policy's own samples; a teacher behind a server."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ludic.training.info_seed.seed_tags import with_prompt
 from ludic.training.loss.context import SharedContext
 from ludic.training.types import ReferencePolicy, SAWItem
 
+T = TypeVar("T")
 Values = NDArray[np.float64]
 
 
@@ -141,7 +142,7 @@ class TeacherServer:
         if cfg.temperature != 1.0:
             raise ConfigError(f"{name} ({url}) gives log-probabilities at temperature 1; sample at 1, not {cfg.temperature}")
         self._client = PromptLogprobsClient(url, **options)
-        run_blocking(self._client.check(name, tokenizer, cfg.max_seq_len))
+        self._run(self._client.check(name, tokenizer, cfg.max_seq_len))
 
     def logps(self, micro_batch: Any) -> Tensor:
         """Of a `MicroBatch`: [B, T - 1] log-probability of each next token, 0 after a row's last
@@ -158,7 +159,18 @@ class TeacherServer:
             if length > 1:  # a row without actions stands for no sample
                 places.append((row, start + 1, start + length))
                 rows.append(ids[row, start : start + length].tolist())
-        scored = run_blocking(self._client.score(rows)) if rows else []
+        scored = self._run(self._client.score(rows)) if rows else []
         for (row, first, last), logps in zip(places, scored, strict=True):
             column[row, first:last] = torch.tensor(logps, dtype=torch.float32)
         return SharedContext(ids, {**tensors, "teacher_logps": column}).read_logps("teacher_logps")
+
+    def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call, whose connections are closed: nothing says when the last call was."""
+
+        async def run() -> T:
+            try:
+                return await call
+            finally:
+                await self._client.aclose()
+
+        return run_blocking(run())

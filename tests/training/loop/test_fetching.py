@@ -33,7 +33,7 @@ async def test_ranks_compare_their_samples_only_where_a_function_could_have_chan
     monkeypatch.setattr(MacroBatch, "digest", lambda batch: made.append(1) or digest(batch))
     run = SimpleNamespace(
         source=SameBatch(),
-        algo=SimpleNamespace(preprocess=preprocess),
+        algo=SimpleNamespace(preprocess=preprocess, reads_teacher=False),
         cfg=TrainerConfig(model_device="cpu", max_seq_len=32, micro_token_budget=64),
         should_stop=None,
         sync_every_steps=None,
