@@ -165,7 +165,7 @@ class TeacherServer:
         return SharedContext(ids, {**tensors, "teacher_logps": column}).read_logps("teacher_logps")
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of a call, whose connections are closed: nothing says when the last call was."""
+        """The result of a call, whose connections are closed: no call is known to be the last."""
 
         async def run() -> T:
             try:
