@@ -110,12 +110,15 @@ class Critic:
         self.in_thread = False
         """Whether it computes in a thread: batches are generated meanwhile, which need the event
         loop."""
-        self.backend = TorchBackend(ValueHead(policy) if model is None else model, self.cfg, algo=algorithm)
-
-    @property
-    def trees(self) -> bool:
-        """Whether its micro-batches may be rows of prefix trees."""
-        return bool(self.backend.shares_prefixes)
+        critic = ValueHead(policy) if model is None else model
+        self.backend = TorchBackend(critic, self.cfg, algo=algorithm)
+        head: Any = critic.head if isinstance(critic, ValueHead) else unwrap_transformer(model).get_output_embeddings()
+        with torch.no_grad():  # values that are all 0 do not show whether the layers compute trees
+            kept = head.weight.clone()
+            head.weight.copy_(torch.linspace(-1, 1, kept.numel()).view_as(kept))
+            self.trees = bool(self.backend.shares_prefixes)
+            """Whether its micro-batches may be rows of prefix trees: the same in a resumed run."""
+            head.weight.copy_(kept)
 
     async def values(self, micro_batch: MicroBatch) -> Tensor:
         """[B, T - 1, 2] value before and after each next token, without gradient."""
