@@ -13,6 +13,7 @@ __all__ = [
     "RankPlan",
     "SampleTable",
     "__version__",
+    "gae",
     "group_pairs",
     "lengths_of",
     "plan_greedy",
