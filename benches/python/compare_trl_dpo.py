@@ -1,4 +1,4 @@
-"""Compares the value, the gradient and the metrics of ludic's losses of preferences with those of
+"""Compares the value, the gradient and the metrics of ludic's losses of preferences with
 TRL's DPOTrainer, KTOTrainer, CPOTrainer and ORPOTrainer, on the same tokens, model and reference.
 
     PYTHONPATH=python .venv-trl/bin/python -m benches.python.compare_trl_dpo

@@ -37,7 +37,7 @@ from ludic.training.group_credit import EachRewardNormalized
 from ludic.training.presets.preprocess import add_info_seed
 from ludic.training.presets.registry import REGISTRY
 from ludic.training.reward_functions import CODE_REWARDS, RewardFunctions, required_arguments
-from ludic.training.types import RolloutScorer, SAWBatch
+from ludic.training.types import CreditAssigner, RolloutScorer, SAWBatch
 from ludic.user_objects import import_named
 
 C = TypeVar("C", bound=TrainerConfig)
@@ -168,9 +168,8 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
 
         if algorithm.batch_credit is not None:
             raise ConfigError(f"process_reward gives credit to tokens, and {recipe.algorithm} weighs whole answers; leave it out")
-        own = algorithm.credit_assigner
         credit = _call(ProcessReward, {"group_size": derived["group_size"], **recipe.process_reward}, "process_reward")
-        algorithm = replace(algorithm, credit_assigner=replace(own, inner=credit) if isinstance(own, OverlongPenalty) else credit)
+        algorithm = _with_credit(algorithm, credit)
     if algorithm.greedy_baseline and (uses_queue(recipe) or uses_pool(recipe) or info_seed is not None):
         others = "place.actors, queue.url, rollout.over_sampling_factor, rollout.group_filter and info_seed"
         raise ConfigError(f"algorithm ({recipe.algorithm}) adds a greedy answer to each group; leave out {others}")
@@ -188,8 +187,14 @@ def normalize_each(algorithm: RLAlgorithm, scorer: RolloutScorer | None) -> RLAl
     if not (isinstance(scorer, RewardFunctions) and isinstance(inner, GroupNormalizedReturn) and inner.normalize_adv):
         needed = "reward functions, and an algorithm that normalises rewards in groups, such as grpo"
         raise ConfigError(f"reward_normalize (each) needs {needed}; the algorithm is {algorithm.name}")
-    apart = EachRewardNormalized(inner, dict(zip(scorer.names, scorer.weights, strict=True)))
-    return replace(algorithm, credit_assigner=replace(credit, inner=apart) if isinstance(credit, OverlongPenalty) else apart)
+    return _with_credit(algorithm, EachRewardNormalized(inner, dict(zip(scorer.names, scorer.weights, strict=True))))
+
+
+def _with_credit(algorithm: RLAlgorithm, credit: CreditAssigner) -> RLAlgorithm:
+    """The algorithm with another credit assigner, below the penalty for long answers if it has
+    one."""
+    own = algorithm.credit_assigner
+    return replace(algorithm, credit_assigner=replace(own, inner=credit) if isinstance(own, OverlongPenalty) else credit)
 
 
 def _drop_incomplete(batch: SAWBatch) -> SAWBatch:

@@ -23,8 +23,12 @@ from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.foreign_names import SETTINGS, explain
 from ludic.recipes.processes import SHORT_FORMS, parse_place
 
-SECTIONS_BY_NAME = dict.fromkeys(("inference", "sharding", "quantization", "curriculum"), "kind")
-SECTIONS_BY_NAME |= {"reference": "source", "loss": "loss_type", "teacher": "model"}
+SECTIONS_BY_NAME = {
+    **dict.fromkeys(("inference", "sharding", "quantization", "curriculum"), "kind"),
+    "reference": "source",
+    "loss": "loss_type",
+    "teacher": "model",
+}
 """Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
 
 RENAMED = {"inference.max_lag": "inference.batches_ahead"}

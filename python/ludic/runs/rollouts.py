@@ -189,7 +189,7 @@ class TrainingRequests:
             self._strategy = SeedPrompts(section.group_size, info_seed)
         self.batches = 0
         self.metrics: dict[str, float] = {}
-        """What is logged of the choice of problems."""
+        """Statistics of the choice of problems, for the log."""
 
     def __call__(self) -> Sequence[RolloutRequest]:
         self.begin_batch(self.batches)

@@ -139,13 +139,7 @@ class Critic:
         stats, (mean, deviation) = _measure(macro, advantages, returns, own, self.cfg.model_device)
         if self.settings.normalize_adv:
             advantages = [(each - mean) / (deviation + 1e-8) for each in advantages]
-        columns = {"token_weight": advantages, VALUES: own, RETURNS: returns}
-        weights = np.array([each.mean() or np.abs(each).max() for each in advantages])  # 0 only if all of them are
-        macro = replace(
-            macro,
-            table=macro.table.with_weights(weights),
-            token_columns={**macro.token_columns, **{name: self._by_row(each) for name, each in columns.items()}},
-        )
+        macro = macro.with_token_weights(advantages, self.cfg.model_device, **{VALUES: own, RETURNS: returns})
         return macro, {**stats, **await self._train(macro, step)}
 
     @torch.no_grad()
@@ -189,10 +183,6 @@ class Critic:
         parts = [dict(zip(order, np.split(each, ends), strict=True)) for each in estimated]
         advantages, returns = ([part[row] for row in range(len(values))] for part in parts)
         return advantages, returns
-
-    def _by_row(self, values: list[NDArray[np.float64]]) -> dict[int, Tensor]:
-        device = self.cfg.model_device
-        return {row: torch.from_numpy(each.astype(np.float32)).to(device) for row, each in enumerate(values)}
 
     async def _train(self, macro: MacroBatch, step: int) -> dict[str, float]:
         """Take the critic's optimizer steps; returns its statistics over all ranks."""

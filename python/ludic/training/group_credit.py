@@ -25,7 +25,7 @@ class EachRewardNormalized:
     """GDPO (arXiv:2601.05242): each reward is normalised in its group by `inner`. The weighted sum
     S of these is centred over the batch, and divided by (its standard deviation + `inner.eps`).
 
-    The rewards are those of `RewardFunctions`, by name; one that does not apply to an answer (None)
+    The rewards come from `RewardFunctions`, by name; one that does not apply to an answer (None)
     adds 0. What else is in the return, such as an `OverlongPenalty`, is a further reward of weight
     1. `inner.normalize="sample"`, the paper's, is the deviation in the group and in the batch.
 
@@ -41,7 +41,7 @@ class EachRewardNormalized:
         infos = {each.id: each.steps[-1].info for each in rollouts}
         rewards = [{id: info[key] for id, info in infos.items() if key in info} for key in map("rewards/{}".format, self.weights)]
         named = list(zip(self.weights.values(), rewards, strict=True))
-        # what is left of the return, rounded: equal values may differ in their last digits
+        # the rest of the return, rounded: equal values may differ in their last digits
         rest = {each.id: round(each.total_reward - math.fsum(w * r.get(each.id, 0.0) for w, r in named), 6) for each in rollouts}
         in_group = replace(self.inner, allow_partial=True)
         for weight, found in [*named, (1.0, rest)]:

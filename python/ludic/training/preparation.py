@@ -213,10 +213,7 @@ def _distil(run: TrainerState, macro: MacroBatch, distillation: Distillation) ->
     teacher, policy = _join_rows(known["reference_logps"], macro), _join_rows(old, macro)
     credit = np.concatenate([_credit(item, count) for item, count in zip(macro.items, counts, strict=True)])
     weights = distillation.weigh(credit, teacher, policy, counts)
-    parts = np.split(weights, counts.cumsum()[:-1])
-    columns = {row: torch.from_numpy(part.astype(np.float32)).to(run.cfg.model_device) for row, part in enumerate(parts)}
-    means = np.array([part.mean() or np.abs(part).max() for part in parts])  # 0 only if all are: such a sample may be skipped
-    return replace(macro, table=macro.table.with_weights(means), token_columns={**known, TOKEN_WEIGHT: columns})
+    return macro.with_token_weights(np.split(weights, counts.cumsum()[:-1]), run.cfg.model_device)
 
 
 def _credit(item: SAWItem, count: int) -> NDArray[np.float64]:

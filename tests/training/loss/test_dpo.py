@@ -371,3 +371,9 @@ def test_lone_samples_have_no_loss_and_no_gradient():
     loss, stats = DPOLoss().compute(logits, batch, shared=SharedContext(logits, batch))
     loss.backward()
     assert (loss.item(), stats["num_pairs"].item(), logits.grad.abs().max().item()) == (0.0, 0.0, 0.0)
+
+
+def test_the_weight_of_the_second_term_is_the_setting_of_the_loss():
+    assert [DPOLoss(loss_type=name, cpo_alpha=0.0).nll_weight for name in ("cpo", "simpo")] == [0, 0]
+    assert [DPOLoss(loss_type=name).nll_weight for name in ("cpo", "simpo", "orpo")] == [1, 0, 1]
+    assert DPOLoss(nll_coeff=0.4, cpo_alpha=0.0).nll_weight == 0.4

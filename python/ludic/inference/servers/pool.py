@@ -16,12 +16,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError, check_value
+from ludic.errors import ConfigError, DataError, EngineDeadError, InferenceError, ServerError, ServerUnreachableError, check_value
+from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
 from ludic.inference.servers.http import Http, HttpResponse
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+REFUSED_STATUS = frozenset({400, 413, 422})
+"""Of a response to input that a server does not take."""
 REST_S = 30.0
 """How long a drained server is left alone before it is probed."""
 
@@ -116,6 +119,25 @@ class ServerPool:
                 self.moved += 1
             finally:
                 server.in_flight -= 1
+
+    async def read(
+        self, path: str, kind: type[T], body: dict[str, Any] | None = None, *, retries: RetryPolicy, refused: str, missing: str
+    ) -> T:
+        """The answer of a live server to a GET, or with a `body` to a POST, with retries. Raises
+        DataError, which begins with `refused`, for input that it does not take, and InferenceError,
+        which ends with `missing`, if it lacks the endpoint or the model."""
+
+        async def once(server: Server) -> T:
+            try:
+                return (await (server.get(path) if body is None else server.post(path, body))).read(kind)
+            except ServerError as error:
+                if error.status in REFUSED_STATUS:
+                    raise DataError(f"{refused}: {error}") from error
+                if is_missing_endpoint(error):
+                    raise InferenceError(f"{error}; {missing}") from error
+                raise
+
+        return await retries.run(lambda: self.send(once), name=f"{self.servers[0].url}{path}")
 
     def drain(self, server: Server, why: str) -> None:
         """Send a server no more requests until a probe succeeds. The only server of a pool is

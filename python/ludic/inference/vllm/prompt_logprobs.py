@@ -12,15 +12,14 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ludic.errors import ConfigError, DataError, InferenceError, ServerError
+from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.inference.servers.answers import ModelList
-from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
+from ludic.inference.servers.errors import RetryPolicy
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.servers import server_url
 
 T = TypeVar("T")
 PATH = "/v1/completions"
-REFUSED_STATUS = frozenset({400, 413, 422})
 COMPARED_TOKENS = 512
 """Tokens of the vocabulary that are compared, in addition to the special ones."""
 
@@ -112,17 +111,8 @@ class PromptLogprobsClient:
         await self._pool.aclose()
 
     async def _call(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
-        async def once(server: Server) -> T:
-            try:
-                return (await (server.get(path) if body is None else server.post(path, body))).read(kind)
-            except ServerError as error:
-                if error.status in REFUSED_STATUS:
-                    raise DataError(f"the token ids were refused: {error}") from error
-                if is_missing_endpoint(error):
-                    raise InferenceError(f"{error}; is it a vLLM server of a policy?") from error
-                raise
-
-        return await self._retries.run(lambda: self._pool.send(once), name=f"{self.url}{path}")
+        refused, missing = "the token ids were refused", "is it a vLLM server of a policy?"
+        return await self._pool.read(path, kind, body, retries=self._retries, refused=refused, missing=missing)
 
     async def _probe(self, server: Server) -> None:
         await server.probe(PATH, {"prompt": [[0]], "max_tokens": 1})

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
-from ludic.errors import ConfigError, DataError, InferenceError, ServerError, check_value, shorten_names
+from ludic.errors import ConfigError, InferenceError, check_value, shorten_names
 from ludic.inference.client import Publisher, Weights
 from ludic.inference.prompts.template import encode_text, reads_same_ids
 from ludic.inference.reward_types import (
@@ -34,14 +34,13 @@ from ludic.inference.reward_types import (
     select_trained_weights,
 )
 from ludic.inference.servers.answers import ModelList, WeightInfo, version_number
-from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
+from ludic.inference.servers.errors import RetryPolicy
 from ludic.inference.servers.http import convert_answer, run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.client import make_publisher
 from ludic.inference.vllm.servers import server_url
 
 T = TypeVar("T")
-REFUSED_STATUS = frozenset({400, 413, 422})
 """Statuses with which a server refuses an input for good."""
 ANY_MODEL = "default"
 """Stands for the model that the server serves, whatever its name."""
@@ -256,18 +255,8 @@ class VLLMScoringClient:
 
     async def _call(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
         """The response of a live server, with retries."""
-
-        async def once(server: Server) -> T:
-            try:
-                return (await (server.get(path) if body is None else server.post(path, body))).read(kind)
-            except ServerError as error:
-                if error.status in REFUSED_STATUS:
-                    raise DataError(f"the input was refused: {error}") from error
-                if is_missing_endpoint(error):  # the server may lack the endpoint, or only the model
-                    raise InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?") from error
-                raise
-
-        return await self._retries.run(lambda: self._pool.send(once), name=f"{self.url}{path}")
+        refused, missing = "the input was refused", "is it a server of a reward model, started with --runner pooling?"
+        return await self._pool.read(path, kind, body, retries=self._retries, refused=refused, missing=missing)
 
     async def _probe(self, server: Server) -> None:
         """Score one token. Raises an error if that fails."""

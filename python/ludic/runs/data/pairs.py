@@ -61,7 +61,7 @@ class PairData:
     @property
     def unit(self) -> str:
         """What a unit is: pairs, or answers."""
-        return "pairs" if all(len(unit) == 2 for unit in self.units[:1]) else "answers"
+        return "answers" if self.train and _unit_size(self.train) == 1 else "pairs"
 
     @classmethod
     def read(cls, recipe: PairsRecipe, tokenizer: Any, *, note: Callable[[str], None], unpaired: bool = False) -> PairData:
@@ -120,16 +120,20 @@ def _generate_pairs(recipe: PairsRecipe, tokenizer: Any) -> PairData:
     return PairData(train, heldout, *accuracies, rows, heldout_rows, task=task)
 
 
+def _unit_size(items: Pairs) -> int:
+    return 2 if len(items) > 1 and items[0].meta["pair_id"] == items[1].meta["pair_id"] else 1
+
+
 def _divide(items: Pairs) -> list[Pairs]:
     """The samples of each row, which are neighbours."""
-    size = 2 if len(items) > 1 and items[0].meta["pair_id"] == items[1].meta["pair_id"] else 1
+    size = _unit_size(items)
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _match(items: Pairs) -> Pairs:
     """Pairs as they are; single answers as pairs of a desirable and an undesirable one, in their
     order. Those that are left over of one kind are not measured."""
-    if not items or len(_divide(items)[0]) == 2:
+    if not items or _unit_size(items) == 2:
         return items
     chosen, rejected = ([item for item in items if item.meta["role"] == role] for role in ("chosen", "rejected"))
     return [

@@ -2,8 +2,8 @@
 
 Of sharded weights, AdamW steps each rank's part. The others compute from whole matrices, and those
 of torch 2.13 refuse sharded ones: every rank gathers one weight at a time with its gradient and
-state, steps it whole, and keeps its part. The result is that of one process. State of another shape
-than its weight, as of Adafactor, is whole on all ranks.
+state, steps it whole, and keeps its part. The result equals the step of one process. State of
+another shape than its weight, as of Adafactor, is whole on all ranks.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class AdamW8bit(_WholeSteps):
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:
-    """The trained weights of two dimensions, adapters too, except those of embeddings, of the
-    output layer, and of the head of a model that scores."""
+    """The trained weights of two dimensions, adapters too, outside the embeddings, the
+    output layer, and the head of a model that scores."""
     output = getattr(unwrap_transformer(model), "get_output_embeddings", lambda: None)()
     outer = find_head_parts(model) + [
         name.removesuffix(".base_layer")  # of PEFT

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -97,10 +97,29 @@ class MacroBatch:
     @cached_property
     def has_weight(self) -> NDArray[np.bool_]:
         """[N] whether any token of the sample has credit."""
-        if TOKEN_WEIGHT not in self.table.token_columns or TOKEN_WEIGHT in self.token_columns or not len(self.table):
+        if not len(self.table):
+            return np.zeros(0, dtype=bool)
+        if TOKEN_WEIGHT in self.token_columns:
+            counts, by_row = self.table.target_counts.astype(np.int64), self.token_columns[TOKEN_WEIGHT]
+            values, starts = torch.cat([by_row[row] for row in range(len(counts))]).cpu().numpy(), counts.cumsum() - counts
+        elif TOKEN_WEIGHT in self.table.token_columns:
+            values, starts = self.table.token_column(TOKEN_WEIGHT), row_starts(self.table)
+        else:
             return np.asarray(self.table.weights != 0)
-        largest = np.maximum.reduceat(np.abs(self.table.token_column(TOKEN_WEIGHT)), row_starts(self.table))
-        return np.asarray(largest > 0)
+        return np.asarray(np.maximum.reduceat(np.abs(values), starts) > 0)
+
+    def with_token_weights(
+        self, weights: Sequence[NDArray[np.float64]], device: torch.device | str, **columns: Sequence[NDArray[np.float64]]
+    ) -> MacroBatch:
+        """The batch with other credit, [A] for the predicted action tokens of each row; the weight
+        of a sample is its mean. `columns`: more token columns, in the same form."""
+        columns[TOKEN_WEIGHT] = weights
+        by_name = {
+            name: {row: torch.from_numpy(each.astype(np.float32)).to(device) for row, each in enumerate(rows)}
+            for name, rows in columns.items()
+        }
+        table = self.table.with_weights(np.array([each.mean() for each in weights]))
+        return replace(self, table=table, token_columns={**self.token_columns, **by_name})
 
     def counts(self) -> dict[str, float]:
         """Return the numbers of samples that `ingest` dropped, by the key in the log."""

@@ -291,10 +291,11 @@ def read_token_columns(items: Sequence[SAWItem]) -> dict[str, NDArray[np.float32
         ]
         for name in names
     }
-    given = [1.0 if each.action_fractions is None else each.action_fractions for each in attached]
-    fractions = [_read_values(FRACTIONS, each, row, counts[row]) for row, each in enumerate(given)]
-    if any((values != 1).any() for values in fractions):
-        columns[FRACTIONS] = fractions
+    if any(each.action_fractions is not None for each in attached):
+        given = [1.0 if each.action_fractions is None else each.action_fractions for each in attached]
+        fractions = [_read_values(FRACTIONS, each, row, counts[row]) for row, each in enumerate(given)]
+        if any((values != 1).any() for values in fractions):
+            columns[FRACTIONS] = fractions
     return {name: np.concatenate(rows) for name, rows in columns.items()}
 
 

@@ -40,7 +40,8 @@ class TrainingEvent:
     without a checkpointer, and at the end."""
     scale_batch: Callable[[float, Mapping[str, float]], None]
     """In `on_gradient`, multiplies the learning rate of this batch by the factor, and adds the
-    statistics to those of the step. 0 skips the batch: neither weights nor optimizer change."""
+    statistics to the record of the step. 0 skips the batch: neither weights nor optimizer
+    change."""
     stats: Mapping[str, float]
     """Of a step, what was logged of it, with prefixed keys such as `train/loss`; only `train/step`
     if it is not logged (`log_every`). Of a gradient, the same keys of the loss and `mismatch/`. Of

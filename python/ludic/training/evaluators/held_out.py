@@ -150,9 +150,9 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
     so on.
 
     `loss` is the training's, with its label smoothing and without a likelihood term; with KTO, the
-    KL divergence is that of the measured samples. `ece` and the
-    percentiles of the margins are as in `PreferenceMetrics` for the probability sigmoid(margin),
-    which the sigmoid loss fits. With several ranks each scores its share, and all get the metrics.
+    KL divergence is estimated from the measured samples. `ece` and the percentiles of the margins
+    are as in `PreferenceMetrics` for the probability sigmoid(margin), which the sigmoid loss fits.
+    With several ranks each scores its share, and all get the metrics.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ loss use pi_p instead of pi_s as the old policy:
 f is detached. It multiplies the gradient of the token's log-probability
 (`SharedContext.token_logp`); the reported loss is the uncorrected one. An entropy bonus is not
 weighted, because its gradient does not pass through the log-probabilities of tokens. A weight
-depends on one token or one sample only, or as that of `M2PO` on all samples of the training step,
+depends on one token or one sample only, or with `M2PO` on all samples of the training step,
 so it does not depend on the split into micro-batches and ranks.
 
 Shapes: B samples, T tokens.
@@ -141,9 +141,9 @@ class DPPO(_Dropping):
     (A > 0 and w > 1, or A < 0 and w < 1), else w, token by token.
 
     Divergence PPO (Qi et al. 2026, arXiv:2602.04879), binary: with the names of `KPop`, D is
-    |p - q| ("tv") or D(q, p) ("kl"). A is the token's weight, which must be an advantage: that of
-    `make_reinforce_baseline` is not. Departures: the paper's p is of the current policy, which is
-    pi_p in the first optimizer step of a batch; and it has no other clip, but the loss may.
+    |p - q| ("tv") or D(q, p) ("kl"). A is the token's weight, which must be an advantage; in
+    `make_reinforce_baseline` it is none. Departures: the paper's p is of the current policy, which
+    is pi_p in the first optimizer step of a batch; and it has no other clip, but the loss may.
     """
 
     threshold: float = 0.15

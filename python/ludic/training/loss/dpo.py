@@ -121,8 +121,9 @@ class DPOLoss(ActionLoss):
     @property
     def nll_weight(self) -> float:
         """Weight of the second term."""
-        default = {"cpo": 1.0, "orpo": 1.0}.get(self.loss_type, self.nll_coeff)
-        return default if self.cpo_alpha is None else self.cpo_alpha
+        if self.loss_type in ("cpo", "simpo") and self.cpo_alpha is not None:
+            return self.cpo_alpha
+        return {"cpo": 1.0, "orpo": 1.0}.get(self.loss_type, self.nll_coeff)
 
     def rewards(self, sums: Tensor, counts: Tensor) -> Tensor:
         """[N] implicit rewards, from sums over action tokens and the numbers of these tokens."""

@@ -11,6 +11,7 @@ from ludic.training.presets.group_relative import (
 )
 from ludic.training.presets.maxent import make_maxent_grpo as make_maxent_grpo
 from ludic.training.presets.policy_gradient import (
+    make_ppo as make_ppo,
     make_reinforce as make_reinforce,
     make_reinforce_baseline as make_reinforce_baseline,
     make_reinforce_plus_plus as make_reinforce_plus_plus,
@@ -18,7 +19,6 @@ from ludic.training.presets.policy_gradient import (
     make_rloo as make_rloo,
     make_sft as make_sft,
 )
-from ludic.training.presets.ppo import make_ppo as make_ppo
 from ludic.training.presets.registry import PRESETS as PRESETS, REGISTRY as REGISTRY, Preset as Preset
 from ludic.training.presets.reward_models import (
     make_bradley_terry as make_bradley_terry,

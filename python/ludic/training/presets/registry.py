@@ -63,7 +63,7 @@ PRESETS: dict[str, Preset] = {
     "maxent_grpo": Preset("maxent:make_maxent_grpo", "d'Aliberti 2026"),
     "pass_at_k": Preset("group_relative:make_pass_at_k", "arXiv:2508.10751"),
     "opd": Preset("distillation:make_opd", "Thinking Machines 2025"),
-    "ppo": Preset("ppo:make_ppo", "arXiv:1707.06347"),
+    "ppo": Preset("policy_gradient:make_ppo", "arXiv:1707.06347"),
     "reinforce": Preset("policy_gradient:make_reinforce", "Williams 1992"),
     "reinforce_baseline": Preset("policy_gradient:make_reinforce_baseline", "Williams 1992"),
     "reinforce_plus_plus": Preset("policy_gradient:make_reinforce_plus_plus", "arXiv:2501.03262"),

@@ -22,7 +22,7 @@ KEPT_MEANS = 8
 
 
 class Seen(NamedTuple):
-    """What is known of a problem that was picked before."""
+    """The history of a problem that was picked before."""
 
     step: int
     """The batch, from 0, for which it was picked last."""
