@@ -30,9 +30,10 @@ def make_batch(name, share):
         cfg = rm_config(micro_token_budget=70)
         macro = PreferenceMacroBatch.ingest_pairs(sorted_pairs(15, seed=3), cfg.max_seq_len)
         return algo, cfg, PreferenceMiniBatch(replace(macro, share=share), np.arange(len(macro.items)), cfg)
-    if name == "dpo":
+    if preset.kind == "preference":
         cfg = dpo_config(micro_token_budget=70)
         macro = with_reference(PreferenceMacroBatch.ingest_pairs(sorted_pairs(15, seed=3), cfg.max_seq_len))
+        macro = replace(macro, sample_columns={"kl": np.full(len(macro.items), 0.25)})
         return algo, cfg, PreferenceMiniBatch(replace(macro, share=share), np.arange(len(macro.items)), cfg)
     cfg = cpu_config(micro_token_budget=60)
     items = sorting_items(40, seed=3)
