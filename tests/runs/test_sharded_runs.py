@@ -33,6 +33,7 @@ pytestmark = pytest.mark.integration
 
 SFT = [*NETWORK, "threads=1", "rows=40", "batch_size=6", "epochs=1", "heldout=0.1", "checkpoint.max_to_keep=9"]
 EVALUATED = ["trainer.eval_every_n_steps=2", "checkpoint.every_n_steps=2"]
+PPO = ["algorithm=ppo", "algorithm_args.lam=0.9", "algorithm_args.critic_lr=0.1"]
 STOPPED = ["trainer.early_stopping_patience=9", "trainer.early_stopping_metric=loss", "trainer.early_stopping_mode=min"]
 
 
@@ -57,6 +58,8 @@ def settings_of(kind: str, folder: Path) -> list[str]:
     own = ["train", *TINY, *REWARD, f"data={folder / 'prompts.jsonl'}", "rollout.prompts=3", "trainer.minibatches_per_batch=2"]
     return {
         "train": [*own, *EVALUATED],
+        "train, a value head": [*own, *PPO],
+        "train, a critic": [*own, *PPO, "critic.model=policy", "lora.rank=2"],
         "train, adapters, a batch ahead": [*own, "lora.rank=2", "inference.batches_ahead=1"],
         "sft": ["sft", *SFT, *EVALUATED, *STOPPED],
         "train-rm": ["train-rm", *PAIRS],
@@ -72,7 +75,9 @@ def sharded_sft(folder):
     return run_command(folder, "sft-sharded", *settings_of("sft", folder), "sharding=full")
 
 
-@pytest.mark.parametrize("kind", ["train", "train, adapters, a batch ahead", "sft", "train-rm"])
+@pytest.mark.parametrize(
+    "kind", ["train", "train, a value head", "train, a critic", "train, adapters, a batch ahead", "sft", "train-rm"]
+)
 def test_a_sharded_run_is_that_of_one_process(kind, folder, request):
     settings, name = settings_of(kind, folder), kind.replace(", ", "-").replace(" ", "-")
     whole = run_command(folder, f"{name}-whole", *settings, world_size=1, work=alone)

@@ -88,9 +88,13 @@ def with_sgd(environment, *arguments):
     gradient near zero."""
     import torch
 
-    from ludic.training import Trainer
+    from ludic.training import trainer
+    from ludic.training.backend import torch as backend
 
-    Trainer.initialize_optimizer = lambda self: torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+    def build_sgd(model, cfg):
+        return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+
+    trainer.build_optimizer = backend.build_optimizer = build_sgd  # of the policy, and of a critic
     ludic_command(environment, *arguments)
 
 

@@ -231,7 +231,7 @@ def switches_adapters_off(section: ReferenceSection, *, has_adapters: bool) -> b
 class CriticSection:
     """The model of values that `algorithm=ppo` trains next to the policy."""
 
-    model: Optional[str] = setting(None, excludes="sharding.kind=full or sharding.kind=hybrid")  # noqa: UP045
+    model: Optional[str] = None  # noqa: UP045
     """`policy`: a copy of the policy as it is when reinforcement begins, with adapters of its own
     if `lora.rank` is set. Or a folder in Hugging Face layout, or hub id, with the policy's
     tokenizer. Its output layer becomes one value for each token. Null: a value head, a linear layer

@@ -19,14 +19,16 @@ from ludic.files.checkpoints import check_model_folder
 from ludic.files.manifest import replace_with_manifest
 from ludic.models.loading import load_model, load_tokenizer
 from ludic.models.lora import save_merged
+from ludic.models.sharded_loading import load_skeleton
 from ludic.models.state_files import holds_whole_weights
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.build import build_controllers
-from ludic.recipes.model import add_adapters, check_vocabulary
+from ludic.recipes.model import add_adapters, check_vocabulary, has_no_weights, is_shared_out
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sections import TeacherSection, check_reference, switches_adapters_off
 from ludic.runs.base import RunParts, has_checkpoint
 from ludic.runs.directory import RunDirectory
+from ludic.runs.shared_model import SharedModel
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.coefficients import Coefficient
@@ -102,12 +104,14 @@ def open_critic(recipe: Recipe, algorithm: RLAlgorithm, policy: Any) -> nn.Modul
     from ludic.training.critic import as_value_model
 
     if source != POLICY:
-        model = load_model(source, recipe.dtype)
+        load = load_skeleton if has_no_weights(recipe.sharding) else load_model
+        model = load(source, recipe.dtype)
     else:
         model = copy.deepcopy(policy)
         model = model.unload() if has_adapters(model) else model  # without the adapters, which change nothing yet
-    critic: nn.Module = add_adapters(as_value_model(model), recipe, seed=recipe.seed, device=recipe.trainer.model_device)
-    return critic
+    device = recipe.trainer.model_device
+    whole: nn.Module = add_adapters(as_value_model(model), recipe, seed=recipe.seed, device=device)
+    return SharedModel(recipe.sharding, device).shard(whole) if is_shared_out(recipe.sharding) else whole
 
 
 class ControllerStateLogger:

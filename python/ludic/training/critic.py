@@ -27,7 +27,7 @@ from ludic import _core
 from ludic.errors import ConfigError, DataError
 from ludic.event_loop import TrainFuture
 from ludic.models.output_layer import OutputLayer
-from ludic.models.sharding import gather_tensor
+from ludic.models.sharding import gather_tensor, get_local, reshard
 from ludic.models.wrappers import evaluation_mode, is_classifier, unwrap_transformer
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
@@ -114,11 +114,13 @@ class Critic:
         self.backend = TorchBackend(critic, self.cfg, algo=algorithm)
         head: Any = critic.head if isinstance(critic, ValueHead) else unwrap_transformer(model).get_output_embeddings()
         with torch.no_grad():  # values that are all 0 do not show whether the layers compute trees
-            kept = head.weight.clone()
-            head.weight.copy_(torch.linspace(-1, 1, kept.numel()).view_as(kept))
+            weight = get_local(head.weight)
+            kept = weight.clone()
+            weight.copy_(torch.linspace(-1, 1, kept.numel()).view_as(kept))
             self.trees = bool(self.backend.shares_prefixes)
             """Whether its micro-batches may be rows of prefix trees: the same in a resumed run."""
-            head.weight.copy_(kept)
+            weight.copy_(kept)
+            reshard(self.backend.model)  # the gathered copy has the other weights
 
     async def values(self, micro_batch: MicroBatch) -> Tensor:
         """[B, T - 1, 2] value before and after each next token, without gradient."""
