@@ -93,6 +93,8 @@ def test_weights_and_caches_are_those_of_the_config() -> None:
     matrices = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384)  # which muon steps, with one moment
     assert estimate("trainer.optimizer=muon").optimizer == 8 * (weights - matrices) + 4 * matrices
     assert estimate("trainer.optimizer=adamw8bit").optimizer == 2 * weights
+    both = estimate("algorithm=ppo", "critic.model=policy")
+    assert (both.weights, both.gradients, both.optimizer) == (8 * weights, 8 * weights, 16 * weights)
     adapted = estimate("lora.rank=8")
     per_layer = 8 * (2 * (128 + 128) + 2 * (128 + 64) + 2 * (128 + 384) + (384 + 128))
     assert adapted.trained == 4 * per_layer

@@ -106,7 +106,7 @@ class _Pass(TorchFunctionMode):
 
     def __init__(self, backward: bool) -> None:
         super().__init__()
-        self._backward = backward
+        self.backward = backward
         self.reported = self.of_tokens = self.of_pairs = 0
         self.by_dtype: Counter[torch.dtype] = Counter()
 
@@ -121,12 +121,12 @@ class _Pass(TorchFunctionMode):
 
     def product(self, flops: int, *factors: Tensor) -> int:
         """FLOPs of a product with the gradients of its factors."""
-        return flops * (1 + sum(each.requires_grad for each in factors)) if self._backward else flops
+        return flops * (1 + sum(each.requires_grad for each in factors)) if self.backward else flops
 
     def attention(self, pairs: int, query: Tensor, key: Tensor, value: Tensor) -> int:
         """FLOPs of the scores and of the weighted sum. `pairs` over all heads; tensors [..., D]."""
-        both = int(query.requires_grad) + int(key.requires_grad) if self._backward else 0
-        last = int(both > 0) + int(value.requires_grad) if self._backward else 0
+        both = int(query.requires_grad) + int(key.requires_grad) if self.backward else 0
+        last = int(both > 0) + int(value.requires_grad) if self.backward else 0
         return 2 * pairs * (query.shape[-1] * (1 + both) + value.shape[-1] * (1 + last))
 
 
@@ -208,6 +208,17 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _current() -> _Pass | None:
     return getattr(_active, "pass_", None)
+
+
+@contextmanager
+def counting_forward_alone() -> Iterator[None]:
+    """Count no backward pass of what this thread computes inside: frozen layers below a head."""
+    pass_ = _current() or _Pass(backward=False)
+    before, pass_.backward = pass_.backward, False
+    try:
+        yield
+    finally:
+        pass_.backward = before
 
 
 @contextmanager

@@ -64,15 +64,18 @@ class Settings:
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
     reference: ReferenceSection | None = None
     """The reference that scores the batches of `ludic train`; None if the algorithm reads none."""
+    has_critic: bool = False
+    """Whether a second model is trained, of about the size of the policy (`critic.model`)."""
 
     @classmethod
     def of(cls, recipe: Recipe | EpochsRecipe) -> Settings:
         """The sizes of a recipe."""
-        concurrency, reference = 0, None
+        concurrency, reference, has_critic = 0, None, False
         if isinstance(recipe, Recipe):
             concurrency = recipe.rollout.concurrency if recipe.inference.kind in (None, "local") else 0
             algorithm = build_algorithm(recipe)
             reference = recipe.reference if algorithm.reads_reference else None
+            has_critic = recipe.critic.model is not None
             if algorithm.reads_teacher:
                 reference = ReferenceSection("model") if recipe.teacher.url is None else None
         return cls(
@@ -86,6 +89,7 @@ class Settings:
             optimizer=recipe.trainer.optimizer,
             quantization=recipe.quantization,
             reference=reference,
+            has_critic=has_critic,
         )
 
     @property
@@ -104,7 +108,8 @@ class MemoryEstimate:
     trained: int
     """Number of them that are trained."""
     weights: int
-    """With the frozen copy that is the reference, if there is one."""
+    """With the frozen copy that is the reference, if there is one. This and what is trained: with
+    those of the critic, if it is a model."""
     gradients: int
     optimizer: int
     """The optimizer's state, and float32 masters of trained weights in half precision."""
@@ -179,14 +184,15 @@ class MemoryEstimator:
             blocks = text.num_hidden_layers
             saved = blocks * tokens * text.hidden_size * dtype.itemsize + saved // blocks
         copy = _count_bytes(parameters) if settings.copies_reference else 0
+        trained_models = 2 if settings.has_critic else 1
         tile = count_tile_elements(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return MemoryEstimate(
             settings=settings,
             parameters=sum(parameter.numel() for parameter in parameters),
             trained=count,
-            weights=_count_bytes(parameters) + copy - sum(dense - stored for dense, stored in layers),
-            gradients=_count_bytes(trained),
-            optimizer=state + 2 * WIDE * half,  # a master, and its gradient
+            weights=trained_models * (_count_bytes(parameters) - sum(dense - stored for dense, stored in layers)) + copy,
+            gradients=trained_models * _count_bytes(trained),
+            optimizer=trained_models * (state + 2 * WIDE * half),  # a master, and its gradient
             activations=saved + dequantized,
             # All logits with their gradient, or three tiles in float32.
             logits=3 * WIDE * min(tile, logits) if is_chunked else 2 * logits * dtype.itemsize,

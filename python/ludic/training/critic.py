@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ludic import _core
 from ludic.errors import ConfigError, DataError
 from ludic.event_loop import TrainFuture
+from ludic.models.flops import counting_forward_alone
 from ludic.models.output_layer import OutputLayer
 from ludic.models.sharding import gather_tensor, get_local, reshard
 from ludic.models.wrappers import evaluation_mode, is_classifier, unwrap_transformer
@@ -62,7 +63,7 @@ class ValueHead(nn.Module):
 
     def forward(self, **inputs: Tensor) -> Tensor:
         policy = self._policy[0]
-        with torch.no_grad(), evaluation_mode(policy), self._layer.captured_inputs(skip=True) as seen:
+        with torch.no_grad(), evaluation_mode(policy), self._layer.captured_inputs(skip=True) as seen, counting_forward_alone():
             policy(**inputs)
         hidden = gather_tensor(seen[0]).float()
         with torch.autocast(hidden.device.type, enabled=False):

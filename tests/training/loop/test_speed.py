@@ -5,19 +5,19 @@ import torch
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import ConfigError
-from ludic.training import FrozenModel, Trainer, make_grpo
+from ludic.training import FrozenModel, Trainer, as_value_model, make_grpo, make_ppo
 from ludic.training.loop import profiler
 from ludic.training.loop.profiler import Speed
 
 ITEMS = sorting_items(8, seed=1)
 
 
-def trainer_of(*, algo=None, reference=None, **changes):
+def trainer_of(*, algo=None, reference=None, critic=None, **changes):
     model = tiny_model()
     cfg = cpu_config(**changes)
     reference = FrozenModel(model, cfg) if reference else None
     algo = make_grpo(group_size=4) if algo is None else algo
-    return Trainer(model=model, algo=algo, batch_source=ListSource(ITEMS), cfg=cfg, reference=reference)
+    return Trainer(model=model, algo=algo, batch_source=ListSource(ITEMS), cfg=cfg, reference=reference, critic=critic)
 
 
 def test_a_step_logs_its_speed():
@@ -36,20 +36,37 @@ def test_the_cpu_has_no_peak_of_its_own():
     assert stats["perf/tflops"] > 0
 
 
-def test_passes_of_the_reference_are_counted(monkeypatch):
-    """A forward pass over all samples is a third of forward and backward passes, or a little less
-    where the embedding needs no gradient; the evaluator's passes between steps are not counted."""
-    counted = []
-    original = Speed.stats
+@pytest.fixture
+def counted(monkeypatch):
+    """The FLOPs of each step."""
+    found, original = [], Speed.stats
 
     def stats(self, **facts):
-        counted.append(self._total() - self._before)
+        found.append(self._total() - self._before)
         return original(self, **facts)
 
     monkeypatch.setattr(Speed, "stats", stats)
+    return found
+
+
+def test_passes_of_the_reference_are_counted(counted):
+    """A forward pass over all samples is a third of forward and backward passes, or a little less
+    where the embedding needs no gradient; the evaluator's passes between steps are not counted."""
     trainer_of(algo=make_grpo(group_size=4, reference_kl=0.1), reference=True, skip_zero_weight=False).train_step_sync()
     trainer_of(skip_zero_weight=False).train_step_sync()
     assert 1.2 < counted[0] / counted[1] < 1.45
+
+
+def test_passes_of_the_critic_are_counted(counted):
+    """A value head has two forward passes through the layers, for values and for the loss; a model
+    of its own two more, of its backward pass. The layers have 4,608 products for a
+    token and the output layer 4,144; attention adds up to a quarter to the layers."""
+    for critic in (None, as_value_model(tiny_model(1))):
+        trainer_of(algo=make_ppo(), critic=critic, skip_zero_weight=False).train_step_sync()
+    trainer_of(skip_zero_weight=False).train_step_sync()
+    head, own, policy = counted
+    assert own - policy == pytest.approx(2 * (head - policy), rel=0.01)
+    assert 2 * 4608 / 3 / (4608 + 4144) < head / policy - 1 < 2 * 1.25 * 4608 / 3 / (1.25 * 4608 + 4144)
 
 
 def test_sums_over_ranks_are_divided(monkeypatch):

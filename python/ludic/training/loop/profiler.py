@@ -124,8 +124,9 @@ class Speed:
         self._before = self._total()
 
     def _counters(self) -> set[FlopCounter]:
-        both = (with_defaults(self._run.backend).flops, getattr(self._run.reference, "flops", None))
-        return {each for each in both if isinstance(each, FlopCounter)}
+        critic = None if self._run.critic is None else self._run.critic.backend.flops
+        all_ = (with_defaults(self._run.backend).flops, getattr(self._run.reference, "flops", None), critic)
+        return {each for each in all_ if isinstance(each, FlopCounter)}
 
     def _total(self) -> float:
         return sum(each.total for each in self._counters())
