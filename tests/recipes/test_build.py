@@ -81,7 +81,10 @@ def test_process_rewards_replace_the_algorithms_credit_and_keep_its_length_penal
     [
         (["process_reward.mode=sum"], r"mode \('sum'\) .*returns"),
         (["process_reward.gama=1"], r"process_reward\.gama: .*gamma"),
-        (["process_reward.mode=returns", "algorithm=maxent_grpo"], "process_reward .*maxent_grpo"),
+        *(
+            (["process_reward.mode=returns", f"algorithm={name}"], f"process_reward .*{name}")
+            for name in ("maxent_grpo", "gspo", "gmpo", "reinforce_baseline")
+        ),
     ],
 )
 def test_process_rewards_that_cannot_be_are_refused(settings: list[str], said: str) -> None:

@@ -143,6 +143,17 @@ def test_advantages_and_the_critics_step_are_the_same_on_prefix_trees(own_model)
         torch.testing.assert_close(shared, plain, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dropped", [1, 2], ids=["middle", "last"])
+def test_the_reward_of_a_turn_without_tokens_counts_for_the_turns_before_it(dropped):
+    """Weights 1, 2 and 4 of three turns; without values, the first turn has their sum."""
+    items = [replace(item, weight=weight) for item, weight in zip(finished(dialogues((3,), seed=1)), (1, 2, 4), strict=True)]
+    empty, nothing = [0] * len(items[dropped].input_ids), SampleAttachments(ActorTokenLogps([]))
+    items[dropped] = replace(items[dropped], action_mask=empty, attachments=nothing)
+    first, second = prepared(trainer_of(items, lam=1.0), items).macro.token_columns["token_weight"].values()
+    assert set(first.tolist()) == {7.0}
+    assert set(second.tolist()) == {4.0 if dropped == 1 else 6.0}
+
+
 def test_an_episode_that_was_cut_off_goes_on_with_the_value_after_its_last_token():
     items = dialogues((2,), seed=1)
     ended_A = torch.cat(columns(with_values(trainer_of(items, critic_lr=0.0)), finished(items)))

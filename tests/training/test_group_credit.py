@@ -19,6 +19,7 @@ from ludic.training import (
     PassAtKReturn,
 )
 from ludic.training.group_credit import drop_greedy
+from ludic.training.rollouts.to_samples import reward_facts
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch, SAWItem
 from ludic.types import Rollout, Step
 
@@ -180,6 +181,11 @@ def test_pass_at_k_refuses_what_is_not_right_or_wrong():
 def test_remax_subtracts_the_return_of_the_greedy_answer(rewards, greedy, steps):
     rollouts = [answer(value, steps=steps) for value in rewards] + [answer(greedy, greedy=True)]
     assert credit(GreedyBaselineReturn(len(rollouts)), rollouts) == [*(value - greedy for value in rewards), 0.0]
+
+
+def test_the_greedy_answer_does_not_count_in_the_logged_rewards():
+    facts = reward_facts([answer(1.0), answer(1.0), answer(0.0, greedy=True)])
+    assert facts == {"avg_total_reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
 
 
 def test_remax_needs_the_greedy_answer_of_each_group():

@@ -164,9 +164,10 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
     if not isinstance(algorithm, RLAlgorithm):
         raise ConfigError(f"algorithm ({recipe.algorithm}) returned {type(algorithm).__name__}; it must return an RLAlgorithm")
     if recipe.process_reward:
+        from ludic.training.loss.base import adapted_loss
         from ludic.training.process_rewards import ProcessReward
 
-        if algorithm.batch_credit is not None:
+        if algorithm.batch_credit is not None or adapted_loss(algorithm).weighs_answers:
             raise ConfigError(f"process_reward gives credit to tokens, and {recipe.algorithm} weighs whole answers; leave it out")
         credit = _call(ProcessReward, {"group_size": derived["group_size"], **recipe.process_reward}, "process_reward")
         algorithm = _with_credit(algorithm, credit)

@@ -158,31 +158,37 @@ class Critic:
     ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
         """Advantages and returns, [A] for each row, from values [A, 2]. Rows of an episode follow
         each other by their step; an episode that did not terminate goes on with the value after its
-        last token. The reward of a step belongs to its last token."""
+        last token. The reward of a step belongs to its last token, of one without tokens
+        (`macro.dropped`) to the last token before it."""
+        every = [*macro.items, *macro.dropped]
         episodes: dict[object, list[int]] = {}
-        for row, item in enumerate(macro.items):
+        for row, item in enumerate(every):
             key = (item.meta.get("rollout_id", ("row", row)), item.meta.get("agent_id"))
             episodes.setdefault(key, []).append(row)
+        rewards = [np.zeros(len(each)) for each in values]
+        order: list[int] = []
+        lengths: list[int] = []
+        last: list[float] = []
         for steps in episodes.values():
-            steps.sort(key=lambda row: macro.items[row].meta.get("step_index", 0))
-        order = [row for steps in episodes.values() for row in steps]
-        rewards = [np.zeros(len(values[row])) for row in order]
-        for row, each in zip(order, rewards, strict=True):
-            each[-1] = macro.items[row].weight
-        lengths = [sum(len(values[row]) for row in steps) for steps in episodes.values()]
-        last = [
-            0.0 if macro.items[steps[-1]].meta.get("terminated", True) else float(values[steps[-1]][-1, 1])
-            for steps in episodes.values()
-        ]
+            steps.sort(key=lambda row: every[row].meta.get("step_index", 0))
+            own: list[int] = []
+            for row in steps:
+                own += [row] if row < len(values) else []
+                if own:
+                    rewards[own[-1]][-1] += every[row].weight
+            if own:
+                order += own
+                lengths.append(sum(len(values[row]) for row in own))
+                last.append(0.0 if every[steps[-1]].meta.get("terminated", True) else float(values[own[-1]][-1, 1]))
         estimated = _core.gae(
-            np.concatenate(rewards),
+            np.concatenate([rewards[row] for row in order]),
             np.concatenate([values[row][:, 0] for row in order]),
             np.array(lengths, dtype=np.int64),
             np.array(last, dtype=np.float64),
             gamma=self.settings.gamma,
             lam=self.settings.lam,
         )
-        ends = np.cumsum([len(each) for each in rewards])[:-1]
+        ends = np.cumsum([len(values[row]) for row in order])[:-1]
         parts = [dict(zip(order, np.split(each, ends), strict=True)) for each in estimated]
         advantages, returns = ([part[row] for row in range(len(values))] for part in parts)
         return advantages, returns

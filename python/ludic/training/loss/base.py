@@ -71,6 +71,9 @@ class Loss:
     reads_hidden: bool = False
     """The loss reads `batch["hidden"]`, the inputs of the model's output layer, in the layout of
     `input_ids` with one more dimension: [B, T, D] or [1, S, D]."""
+    weighs_answers: bool = False
+    """The loss weighs whole answers (`shared.weight`), so that their tokens cannot have credit of
+    their own."""
     needs_first_pass: bool = False
     """The loss needs sums over all samples of the mini-batch (`first_pass`) before the first
     gradient: the model runs twice, the first time without gradient."""

@@ -34,6 +34,7 @@ class ClippedSurrogateLoss(ActionLoss):
     clip_eps: InitVar[float | None] = None
 
     zero_weight_is_zero_gradient = True
+    weighs_answers = True
 
     def __post_init__(self, clip_eps: float | None) -> None:
         if clip_eps is not None:

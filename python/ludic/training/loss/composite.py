@@ -78,6 +78,7 @@ class CompositeLoss(Loss):
     reads_reference = _if_any("reads_reference")
     reads_teacher = _if_any("reads_teacher")
     reads_hidden = _if_any("reads_hidden")
+    weighs_answers = _if_any("weighs_answers")
     needs_first_pass = _if_any("needs_first_pass")
 
     @property

@@ -33,6 +33,7 @@ class GMPOLoss(ActionLoss):
     ratio_clip: float | None = None
 
     zero_weight_is_zero_gradient = True
+    weighs_answers = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)

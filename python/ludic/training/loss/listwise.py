@@ -39,6 +39,7 @@ class ListwiseLoss(ActionLoss):
     length_normalize: bool = True
 
     zero_weight_is_zero_gradient = True
+    weighs_answers = True
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage, mean_logp = shared.weight, shared.logp_action(length_normalize=True)

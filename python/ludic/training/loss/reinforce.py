@@ -55,6 +55,8 @@ class ReinforceBaselineLoss(ActionLoss):
     old_logp_key: str = "old_logp_action"
     ratio_clip: float | None = None
 
+    weighs_answers = True
+
     def __post_init__(self) -> None:
         check_value("ratio_clip", self.ratio_clip, "None turns it off", optional=True, above=0)
 

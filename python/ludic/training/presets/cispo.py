@@ -6,7 +6,7 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import HybridNormalizedReturn, Scale
 from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, LossTerm, Normalizer, TokenKLLoss, resolve_correction
 from ludic.training.loss.statistics import Estimator
-from ludic.training.presets.preprocess import add_reference_kl, check_group_size, check_ratios, group_return, token_mean
+from ludic.training.presets.preprocess import add_reference_kl, check_comparable, check_ratios, group_return, token_mean
 
 
 def make_cispo(
@@ -68,7 +68,7 @@ def make_scalerl(
     """
     loss = CISPOLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer)
     penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, kl_estimator), reference_kl)
-    credit = HybridNormalizedReturn(group_size=check_group_size(group_size), positive_only=positive_only)
+    credit = HybridNormalizedReturn(group_size=check_comparable(group_size), positive_only=positive_only)
     checks = check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None)
     return RLAlgorithm(name, credit, penalised, checks, resolve_correction(correction), coefficients=coefficients)
 

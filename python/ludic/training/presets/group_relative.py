@@ -17,7 +17,7 @@ from ludic.training.loss import (
 )
 from ludic.training.loss.reference_kl import KLLevel
 from ludic.training.loss.statistics import Estimator
-from ludic.training.presets.preprocess import add_reference_kl, check_group_size, check_ratios, group_return
+from ludic.training.presets.preprocess import add_reference_kl, check_comparable, check_ratios, group_return
 from ludic.training.types import CreditAssigner
 
 
@@ -196,5 +196,5 @@ def make_pass_at_k(
     of `k` answers must be right. As in the paper, the loss is DAPO's, without its filter and its
     penalty. The default of `k`, the least that differs from GRPO, is ours."""
     loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, normalizer=normalizer)
-    credit = PassAtKReturn(check_group_size(group_size), k)
+    credit = PassAtKReturn(check_comparable(group_size), k)
     return RLAlgorithm(name, credit, loss, validate_actor_logps, resolve_correction(correction))

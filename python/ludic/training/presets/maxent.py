@@ -24,7 +24,7 @@ from ludic.training.loss.listwise import RatioLevel
 from ludic.training.loss.reference_kl import KLLevel
 from ludic.training.loss.statistics import Estimator
 from ludic.training.maxent.credit import Baseline, ListwiseCredit, Scale
-from ludic.training.presets.preprocess import add_info_seed, check_group_size, token_mean
+from ludic.training.presets.preprocess import add_info_seed, check_comparable, token_mean
 
 Form = Literal["surrogate", "likelihood"]
 
@@ -65,7 +65,7 @@ def make_maxent_grpo(
     Departures, on by default: `sampler_exponent` shares weights among the best, `baseline`
     subtracts 1/K. `info_seed`: batches of `SeedPrompts`. `allow_partial`: groups may lack rollouts.
     """
-    answers = check_group_size(group_size) + (info_seed.num_seeds if info_seed else 0)
+    answers = check_comparable(group_size) + (info_seed.num_seeds if info_seed else 0)
     coefficients = {"tau": as_coefficient(tau)}
     if isinstance(beta, Coefficient) or beta > 0:  # a controller can raise a Coefficient from 0
         coefficients["beta"] = as_coefficient(beta)

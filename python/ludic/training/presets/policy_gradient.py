@@ -25,7 +25,7 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     resolve_correction,
 )
-from ludic.training.presets.preprocess import check_group_size, check_ratios, drop_zero_weights
+from ludic.training.presets.preprocess import check_comparable, check_ratios, drop_zero_weights
 from ludic.training.types import CreditAssigner
 
 
@@ -81,7 +81,7 @@ def make_rloo(
     -mean_b A_b sum_t grad log pi_bt. Departures from the paper: with several steps per batch the
     token ratios are clipped as in PPO, and there is no KL term.
     """
-    credit = GroupNormalizedReturn(group_size=check_group_size(group_size), leave_one_out=True)
+    credit = GroupNormalizedReturn(group_size=check_comparable(group_size), leave_one_out=True)
     loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
     checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))

@@ -51,10 +51,10 @@ def group_return(
     group_size: int, normalize_adv: bool, positive_only: bool = False, normalize: Scale = "population"
 ) -> GroupNormalizedReturn:
     """Return the credit assigner for groups of at least 2."""
-    return GroupNormalizedReturn(check_group_size(group_size), normalize_adv, positive_only, normalize=normalize)
+    return GroupNormalizedReturn(check_comparable(group_size), normalize_adv, positive_only, normalize=normalize)
 
 
-def check_group_size(group_size: int) -> int:
+def check_comparable(group_size: int) -> int:
     """Return `group_size`. Raises ConfigError for 1: an answer that is compared only with itself
     always has advantage 0."""
     if group_size == 1:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ludic.columns import Column, int_column, mask_column, mean_or_zero
 from ludic.errors import DataError
+from ludic.training.group_credit import is_greedy
 from ludic.training.rollouts.episodes import PlayedRollouts, is_reward, trace_columns
 from ludic.training.types import TOKEN_WEIGHT, ActorTokenLogps, CreditAssigner, SampleAttachments, SampleFilter, SAWBatch, SAWItem
 from ludic.types import TRACE_KEYS, Rollout, Step, TokenTrace, group_of, stored
@@ -63,9 +64,10 @@ def batch_from_played(
 
 
 def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return mean and population standard deviation of the rewards of all rollouts. If there are
-    groups of at least 2, also the fraction of them in which all rewards are equal: in these,
-    group-relative advantages are 0."""
+    """Return mean and population standard deviation of the rewards of all rollouts but greedy ones
+    (`is_greedy`). If there are groups of at least 2, also the fraction of them in which all rewards
+    are equal: in these, group-relative advantages are 0."""
+    rollouts = [rollout for rollout in rollouts if not is_greedy(rollout.meta)]
     rewards = [rollout.total_reward for rollout in rollouts]
     groups: dict[Any, list[float]] = {}
     for rollout in rollouts:
