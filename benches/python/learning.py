@@ -6,9 +6,10 @@ docs/games.md.
     python benches/python/learning.py tictactoe --seeds 60 64
     python benches/python/learning.py tools --seeds 60 64
     python benches/python/learning.py code --seeds 70 74
+    python benches/python/learning.py tictactoe --algorithm ppo --show critic/explained_variance
 
-Each run is a process of its own; settings (`key=value`) are passed on to it. Runs follow one
-another. Seconds are the wall time and the CPU time of the whole process, imports included.
+`--show` adds the mean of a metric over the last `LAST` steps. Each run is a process of its own;
+settings (`key=value`) are passed on to it. Runs follow one another. Seconds are the wall time and the CPU time of the whole process, imports included.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+LAST = 10
 
 
 def run(recipe: str, algorithm: str, seed: int, settings: list[str], output: str) -> dict[str, Any]:
@@ -32,7 +37,9 @@ def run(recipe: str, algorithm: str, seed: int, settings: list[str], output: str
         [*command, f"seed={seed}", f"output={output}", *settings], stdout=subprocess.PIPE, text=True, check=True
     )
     summary: dict[str, Any] = json.loads(finished.stdout)
-    return {**summary, "process_s": time.perf_counter() - started, "cpu_s": _cpu_seconds() - cpu_before}
+    metrics = next(path for path in Path(output).glob("*/metrics.jsonl"))
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {**summary, "lines": lines, "process_s": time.perf_counter() - started, "cpu_s": _cpu_seconds() - cpu_before}
 
 
 Rates = dict[str, float]
@@ -72,12 +79,14 @@ COLUMNS: dict[str, list[Column]] = {
 }
 
 
-def format_row(summary: dict[str, Any], columns: list[Column]) -> str:
+def format_row(summary: dict[str, Any], columns: list[Column], shown: list[str]) -> str:
     """One row of the table."""
     clip = summary["clip_fraction"]
+    values = [[line[name] for line in summary["lines"] if name in line][-LAST:] for name in shown]
     cells = [
         str(summary["seed"]),
         *(cell(summary["before"], summary["after"]) for _, cell in columns),
+        *(f"{fmean(each):.3f}" if each else "-" for each in values),
         "-" if clip is None else f"{clip:.4f}",
         f"{summary['process_s']:.0f} / {summary['cpu_s']:.0f}",
     ]
@@ -89,13 +98,15 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--algorithm", default="grpo")
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(50, 54))
+    parser.add_argument("--show", nargs="+", default=[], metavar="METRIC")
     options, settings = parser.parse_known_args()
     columns = COLUMNS.get(options.recipe, PLAIN)
-    head = ["seed", *(name for name, _ in columns), "clip fraction", "seconds: wall / CPU"]
+    head = ["seed", *(name for name, _ in columns), *options.show, "clip fraction", "seconds: wall / CPU"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    with tempfile.TemporaryDirectory() as output:
-        for seed in range(options.seeds[0], options.seeds[1] + 1):
-            print(format_row(run(options.recipe, options.algorithm, seed, settings, output), columns), flush=True)
+    for seed in range(options.seeds[0], options.seeds[1] + 1):
+        with tempfile.TemporaryDirectory() as output:
+            summary = run(options.recipe, options.algorithm, seed, settings, output)
+        print(format_row(summary, columns, options.show), flush=True)
 
 
 def _cpu_seconds() -> float:
