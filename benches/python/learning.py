@@ -9,7 +9,8 @@ docs/games.md.
     python benches/python/learning.py tictactoe --algorithm ppo --show critic/explained_variance
 
 `--show` adds the mean of a metric over the last `LAST` steps. Each run is a process of its own;
-settings (`key=value`) are passed on to it. Runs follow one another. Seconds are the wall time and the CPU time of the whole process, imports included.
+settings (`key=value`) are passed on to it. Runs follow one another. Seconds are the wall time and
+the CPU time of the whole process, imports included.
 """
 
 from __future__ import annotations
