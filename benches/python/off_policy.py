@@ -1,7 +1,7 @@
 """Old samples on a small task: which runs collapse, without a guard, with one, and corrections.
 
     python -m benches.python.off_policy                        # 5 seeds x 10 arms
-    python -m benches.python.off_policy --seeds 1 1 --arms none skip trainer.lr=1e-3
+    python -m benches.python.off_policy --seeds 1 1 trainer.lr=1e-3 --arms none skip
 
 Each seed trains one small model on demonstrations. Each arm continues from it with `ludic train
 sort algorithm=grpo` on samples that are up to `LAG` versions old, at a constant learning rate. The

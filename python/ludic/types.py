@@ -144,6 +144,9 @@ class TokenTrace:
     """[C] log-probability of each sampled token under the policy that sampled it."""
     finish_reason: str | None = None
     """`stop`, `length`, or another value of the server."""
+    candidates: list[list[int]] | None = None
+    """[C] the ids that each token was sampled among, if top-p, top-k or min-p left some out; [] for
+    all. None if the engine does not keep them."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "completion_token_ids"):
@@ -175,7 +178,8 @@ class TokenTrace:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TokenTrace:
         prompt, completion = list(data["prompt_token_ids"]), list(data["completion_token_ids"])
-        return cls(prompt, completion, _copy_list(data.get("completion_logprobs")), data.get("finish_reason"))
+        logps, finish_reason = _copy_list(data.get("completion_logprobs")), data.get("finish_reason")
+        return cls(prompt, completion, logps, finish_reason, data.get("candidates"))
 
 
 def is_list_of(value: object, *kinds: type) -> bool:
@@ -210,6 +214,8 @@ class ChatResponse:
     """`stop`, `length`, or another value of the server."""
     prompt_token_ids: list[int] | None = None
     """[P] ids of the rendered prompt."""
+    candidates: list[list[int]] | None = None
+    """As in a `TokenTrace`."""
 
     def __post_init__(self) -> None:
         ids, logps = stored(self, "completion_token_ids"), stored(self, "completion_logprobs")
@@ -243,7 +249,7 @@ class ChatResponse:
         prompt, completion, logps = (_copy_list(stored(self, name)) for name in _TOKEN_FIELDS)
         if prompt is None or completion is None:
             return None
-        return TokenTrace(prompt, completion, logps, self.finish_reason)
+        return TokenTrace(prompt, completion, logps, self.finish_reason, self.candidates)
 
 
 def _copy_list(values: Any) -> Any:

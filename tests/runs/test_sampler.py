@@ -161,7 +161,18 @@ def test_sampler_and_trainer_use_the_same_distribution(temperature, other, expec
     assert RLRun.build(recipe, print).trainer_cfg.temperature == expected.temperature
 
 
-@pytest.mark.parametrize("sampling", [[], ["rollout.temperature=0.6"], ["rollout.temperature=0.7", "rollout.top_p=0.9"]])
+KEPT = ["rollout.keep_candidates=true", "trainer.logits=full", "trainer.prefix_sharing=off", "rollout.top_k=5"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        [],
+        ["rollout.temperature=0.6"],
+        ["rollout.temperature=0.7", "rollout.top_p=0.9"],
+        ["rollout.temperature=0.7", "rollout.top_p=0.9", *KEPT],
+    ],
+)
 def test_an_in_process_run_measures_no_sampler_mismatch(tiny, tmp_path, sampling):
     train(*tiny, *sampling)
     found = summary(tmp_path / "run")

@@ -153,6 +153,7 @@ class ReturnSpec:
             completion_logprobs=stored(trace, "completion_logprobs") if self.return_chosen_logprobs else None,
             finish_reason=trace.finish_reason,
             prompt_token_ids=stored(trace, "prompt_token_ids") if self.return_token_ids else None,
+            candidates=trace.candidates if self.return_chosen_logprobs else None,
         )
 
 

@@ -204,9 +204,12 @@ def choose_logprob_convention(rollout: object) -> LogprobConvention:
 
     Samples come from the policy at `temperature`, and that policy is trained. With top-p, top-k,
     min-p or a penalty they come from another distribution, which the trainer does not know: both
-    use the raw logits. So they do in greedy decoding (`temperature` 0).
+    use the raw logits. So they do in greedy decoding (`temperature` 0). With `keep_candidates` the
+    trainer knows what top-p, top-k and min-p left, and trains the distribution sampled from.
     """
     sampling = make_sampling(rollout)
+    if getattr(rollout, "keep_candidates", False):
+        return LogprobConvention(processed=True, temperature=sampling.temperature)
     if sampling.is_cut or sampling.temperature in (0.0, 1.0):
         return LogprobConvention(processed=False, temperature=1.0)
     return LogprobConvention(processed=True, temperature=sampling.temperature)

@@ -124,9 +124,18 @@ class RolloutSection:
     """Sample among this number of the likeliest tokens; 0: among all."""
     min_p: float = 0.0
     """Sample among the tokens that are at least this many times as likely as the likeliest."""
+    keep_candidates: bool = setting(
+        False,
+        excludes="inference.kind=vllm or inference.url or inference.python or rollout.repetition_penalty",
+        hint="the in-process engine keeps candidates",
+    )
+    """The tokens that `top_p`, `top_k` and `min_p` left at each position are kept with a sample:
+    the trained policy is softmax over them, at `temperature`. Needs `trainer.logits=full` and
+    `trainer.prefix_sharing=off`."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that the prompt or the answer has already become less likely. With it,
-    `top_p`, `top_k` or `min_p` the trained policy is softmax(logits), at temperature 1."""
+    """Above 1, tokens that the prompt or the answer has already become less likely. With it, and
+    with `top_p`, `top_k` or `min_p` but without `keep_candidates`, the trained policy is
+    softmax(logits), at temperature 1."""
     stop: Any = None
     """Text that ends an answer, or a list of texts, in addition to the end token. The tokens of the
     text are trained."""

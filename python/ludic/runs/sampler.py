@@ -147,6 +147,7 @@ def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
         max_batch_size=recipe.rollout.concurrency,
         copy_model=overlaps or (has_adapters(model) and every > 0 and not is_shared),
         logprobs_mode="processed" if convention.processed else "raw",
+        keep_candidates=recipe.rollout.keep_candidates,
     )
     return Sampler(client, LocalPublisher(client, shares_model=is_shared), recipe.model or "small", remote=False)
 

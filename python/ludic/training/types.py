@@ -154,6 +154,9 @@ class SampleAttachments:
     Micro-batches have them under that name in the layout of `input_ids`, in float32; a loss reads a
     column of yours by `shared.read_logps(name)`. Samples without `token_weight`, the credit of each
     token, have their weight at every token; any other column must be on all samples of a batch."""
+    candidates: NDArray[np.int32] | None = None
+    """[A, K] the ids that each action token was sampled among, padded with -1; a row of -1 means
+    the whole vocabulary. The trained policy is then softmax over them."""
 
     def __post_init__(self) -> None:
         own = {"reference_logps": self.reference_logps, "action_fractions": self.action_fractions}

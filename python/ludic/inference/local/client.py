@@ -7,7 +7,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -77,7 +77,9 @@ class LocalChatClient:
 
     `logprobs_mode="raw"` returns log-probabilities of the unmodified model, as the trainer computes
     them; `"processed"` log-probabilities of the distribution sampled from, after penalties,
-    temperature and top-p. At temperature 1 and top-p 1 both are equal.
+    temperature and top-p. At temperature 1 and top-p 1 both are equal. `keep_candidates=True`, with
+    "processed", also returns which tokens top-p, top-k and min-p left (`TokenTrace.candidates`): a
+    trainer then computes the same distribution, and trains it.
 
     Each distinct prompt of a batch is read once. Its keys and values are then read by all of its
     rows, without a copy for each, if the model is in float32 and its attention is `sdpa` through
@@ -102,11 +104,14 @@ class LocalChatClient:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         logprobs_mode: LogprobsMode = "raw",
+        keep_candidates: bool = False,
         prefix_cache_bytes: int = 256 * 2**20,
     ) -> None:
         check_value("max_batch_size", max_batch_size, least=1)
         check_value("prefix_cache_bytes", prefix_cache_bytes, "0 disables the cache between turns", least=0)
         check_value("logprobs_mode", logprobs_mode, choices=("raw", "processed"))
+        if keep_candidates and logprobs_mode == "raw":
+            raise ConfigError("keep_candidates keeps what log-probabilities were computed among; set logprobs_mode='processed'")
         if is_sharded(model):
             raise ConfigError(f"{type(model).__name__} is sharded; give the client a whole model, or sample on servers")
         if not copy_model and (device is not None or dtype is not None):
@@ -114,7 +119,7 @@ class LocalChatClient:
         pin_rope(model)
         self.model = copy_for_sampling(model, device, dtype) if copy_model else model
         self.tokenizer = tokenizer
-        self.logprobs_mode = logprobs_mode
+        self.logprobs_mode, self.keep_candidates = logprobs_mode, keep_candidates
         self._prompts = PromptEncoder(tokenizer)
         self._max_batch_size = max_batch_size
         self._eos_ids = end_token_ids(model, tokenizer)
@@ -195,7 +200,8 @@ class LocalChatClient:
     def _trace(self, result: _Result, finish_reason: str) -> TokenTrace:
         completion = result.completion
         logprobs = completion.logprobs if self.logprobs_mode == "raw" else completion.drawn_logprobs
-        return TokenTrace.from_arrays(result.prompt_ids, completion.token_ids, logprobs, finish_reason)
+        trace = TokenTrace.from_arrays(result.prompt_ids, completion.token_ids, logprobs, finish_reason)
+        return replace(trace, candidates=completion.candidates) if any(completion.candidates) else trace
 
     async def _enqueue(self, prompt: Dialogue | list[int], sampling: SamplingParams, seed: int | None) -> _Result:
         """Add a job to this event loop's queue and wait for its result."""
@@ -252,6 +258,7 @@ class LocalChatClient:
                     contains_stop=_make_stop_test(self.tokenizer, job.stops) if job.stops else None,
                     is_abandoned=job.result.done,
                     episode=job.episode,
+                    keep_candidates=self.keep_candidates,
                 )
             except Exception as error:
                 results[i] = _as_inference_error(error)

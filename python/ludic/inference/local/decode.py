@@ -42,6 +42,8 @@ class DecodeRequest:
     """Whether the caller has gone away; called after each token, from the decoding thread."""
     episode: Episode | None = None
     """The episode of the request, whose later turns may reuse its keys and values."""
+    keep_candidates: bool = False
+    """Whether the completion has the tokens that it was sampled among."""
 
 
 @dataclass
@@ -55,6 +57,8 @@ class Completion:
     forward pass computes the same."""
     drawn_logprobs: list[float] = field(default_factory=list)
     """The same under the distribution sampled from: after penalties, temperature and top-p."""
+    candidates: list[list[int]] = field(default_factory=list)
+    """If they are kept: of each token the ids that it was sampled among, [] for all."""
     finish_reason: str = "length"
 
 
@@ -158,7 +162,13 @@ class _Decoding:
         self.results = [Completion() for _ in requests]
         self.rows = list(range(len(requests)))
         keys = [stream_key(request.seed, request.prompt_ids) for request in requests]
-        self.sampler = Sampler([request.sampling for request in requests], keys, self.device, [r.prompt_ids for r in requests])
+        self.sampler = Sampler(
+            [request.sampling for request in requests],
+            keys,
+            self.device,
+            [request.prompt_ids for request in requests],
+            keep_candidates=any(request.keep_candidates for request in requests),
+        )
         self.eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device)
         self.cache: Any = None
         self.has_row_cache = False
@@ -193,6 +203,8 @@ class _Decoding:
             logits = self._read_prompts() if step == 0 else self._forward()
             # 2. Draw a token for each row.
             self.drawn.append(self.sampler.draw(logits, step))
+            for row, candidates in zip(self.rows, self.sampler.candidates or (), strict=False):
+                self.results[row].candidates.append(candidates)
             tokens = self.drawn[-1][0]
             # 3. End rows: end token, stop string, limit, caller gone.
             alive = alive & ~torch.isin(tokens, self.eos)
@@ -336,7 +348,7 @@ class _Decoding:
         if end is not None:
             result.finish_reason = "stop"
         length = limit if end is None else end
-        for values in (result.token_ids, result.logprobs, result.drawn_logprobs):
+        for values in (result.token_ids, result.logprobs, result.drawn_logprobs, result.candidates):
             del values[length:]
         return result
 

@@ -74,8 +74,11 @@ class Sampler:
         keys: Sequence[NDArray[np.uint64]],
         device: torch.device,
         prompts: Sequence[Sequence[int]] = (),
+        *,
+        keep_candidates: bool = False,
     ) -> None:
-        """`prompts` [N]: the token ids that `repetition_penalty` counts as seen."""
+        """`prompts` [N]: the token ids that `repetition_penalty` counts as seen. `keep_candidates`:
+        fill `candidates`."""
 
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
@@ -93,6 +96,9 @@ class Sampler:
         self.counts: Tensor | None = None
         self.seen: Tensor | None = None
         """[N, V] tokens of the prompt and the answer, if one of the rows penalises them."""
+        self.candidates: list[list[int]] | None = [] if keep_candidates else None
+        """Of each row in the last draw, the ids of the tokens that top-p, top-k and min-p kept; []
+        means all."""
         self._prompts = prompts if any(p.repetition_penalty != 1 for p in params) else None
         self._plain = all(p.temperature == 1.0 and not p.is_cut for p in params)
         self._greedy = any(p.temperature == 0.0 for p in params)
@@ -125,17 +131,23 @@ class Sampler:
             for row, prompt in zip(self.seen, self._prompts, strict=True):
                 row[torch.tensor(prompt, device=self._device)] = True
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        candidates: list[list[int]] = []
         is_plain = self._plain and not self._penalised
         rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
         for start in range(0, logits_NV.shape[0], rows):
             part = slice(start, start + rows)
             logits = logits_NV[part]
             shaped = logits if is_plain else self._shape_logits(logits, part)
+            if self.candidates is not None:
+                kept = shaped > -torch.inf
+                candidates += [[] if each.all() else each.nonzero().squeeze(1).tolist() for each in kept]
             p = torch.softmax(shaped, dim=-1)
             token = _invert(p, uniform[part])
             logp = _gather_logp(shaped, p, token)
             raw_logp = logp if is_plain else _gather_logp(logits, torch.softmax(logits, dim=-1), token)
             parts.append((token, raw_logp, logp))
+        if self.candidates is not None:
+            self.candidates = candidates
         tokens, raw, drawn = (torch.cat(column) for column in zip(*parts, strict=True))
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)

@@ -224,6 +224,7 @@ async def _open_client(
         tokenizer,
         max_batch_size=recipe.rollout.concurrency,
         logprobs_mode="processed" if convention.processed else "raw",
+        keep_candidates=recipe.rollout.keep_candidates,
     )
     return client, recipe.model or "small", LocalWeights(client, directory.policy)
 

@@ -34,6 +34,7 @@ from ludic.training.batching.packing import (
     count_tokens,
     find_line_bounds,
     plan_lines,
+    read_candidates,
     row_starts,
     table_of_items,
     to_tensors,
@@ -42,6 +43,7 @@ from ludic.training.batching.packing import (
 from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
 from ludic.training.config import Packing as PackingName, TrainerConfig
 from ludic.training.loss import BatchTotals
+from ludic.training.loss.batch import CANDIDATES
 from ludic.training.loss.context import collate_actions
 from ludic.training.types import TOKEN_WEIGHT, SAWItem
 from ludic.types import group_of
@@ -92,7 +94,8 @@ class MacroBatch:
             dropped = [retained[row] for row in np.flatnonzero(~trained)]
             retained, table = [retained[row] for row in rows], table.select(rows)
         empty, without = int((truncated & ~trained).sum()), int((~truncated & ~trained).sum())
-        return cls(retained, table, empty, without, dropped)
+        candidates = read_candidates(retained)
+        return cls(retained, table, empty, without, dropped, {CANDIDATES: candidates} if candidates else {})
 
     @cached_property
     def has_weight(self) -> NDArray[np.bool_]:
@@ -333,7 +336,9 @@ class MiniBatch:
         names = tuple(self.batch.name(row) for row in rows)
         tensors = count_in_part(to_tensors(columns, self.cfg.model_device))
         for name, by_row in self.batch.token_columns.items():
-            tensors[name] = collate_actions([by_row.get(int(row)) for row in rows], tensors)
+            values = [by_row.get(int(row)) for row in rows]
+            if name != CANDIDATES or any(each is not None for each in values):
+                tensors[name] = collate_actions(values, tensors)
         tensors |= to_tensors(
             {name: column[rows].astype(np.float32) for name, column in self.batch.sample_columns.items()}, self.cfg.model_device
         )

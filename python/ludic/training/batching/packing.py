@@ -33,7 +33,8 @@ from ludic import _core
 from ludic.errors import DataError, check_value
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.config import Packing as PackingName, TrainerConfig, check_budget
-from ludic.training.loss.context import SharedContext
+from ludic.training.loss.batch import CANDIDATES
+from ludic.training.loss.context import SharedContext, collate_actions
 from ludic.training.loss.logprobs import weigh_values
 from ludic.training.types import TOKEN_WEIGHT, ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import stored
@@ -93,11 +94,11 @@ def select_rows(tensors: Mapping[str, Any], rows: slice, samples: slice) -> dict
     of `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2. It is in no tree.
     """
     if "cu_seqlens" not in tensors:
-        return {name: value[rows if value.ndim == 2 else samples] for name, value in tensors.items()}
+        return {name: value[rows if value.ndim >= 2 else samples] for name, value in tensors.items()}
     bounds = tensors["cu_seqlens"][rows.start : rows.stop + 1]
     start, end = int(bounds[0]), int(bounds[-1])
     alone = {
-        name: value[:, start:end] if value.ndim == 2 else value[samples]
+        name: value[:, start:end] if value.ndim >= 2 else value[samples]
         for name, value in tensors.items()
         if name not in ("cu_seqlens", "max_seqlen", PREFIX_TREES)
     }
@@ -135,7 +136,10 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
     if not items:
         raise DataError("cannot collate an empty list of items")
     table = table_of_items(items)
-    return count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device))
+    tensors = count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device))
+    if candidates := read_candidates(items):
+        tensors[CANDIDATES] = collate_actions([candidates.get(row) for row in range(len(items))], tensors)
+    return tensors
 
 
 _SEQUENCES = ("input_ids", "attention_mask", "action_mask")
@@ -158,7 +162,7 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
     # Not `sum(mask)`: of 300 ones in a uint8 array that is 300 - 256 = 44.
     num_actions = sum(mask) if isinstance(mask, bytes) else int(np.count_nonzero(mask))
     logps, reference, fractions = item.actor_logps, item.attachments.reference_logps, item.attachments.action_fractions
-    columns = item.attachments.token_columns
+    columns, candidates = item.attachments.token_columns, item.attachments.candidates
     return replace(
         item,
         input_ids=ids[:max_seq_len],
@@ -170,6 +174,7 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
             None if reference is None else reference[:num_actions],
             None if fractions is None else fractions[:num_actions],
             {name: values[:num_actions] for name, values in columns.items()} if columns else columns,
+            None if candidates is None else candidates[:num_actions],
         ),
     )
 
@@ -259,6 +264,22 @@ def table_of_items(items: Sequence[SAWItem]) -> _core.SampleTable:
     """The items as a table with their token columns. Raises as `SampleTable.from_items` and
     `read_token_columns`."""
     return add_token_columns(_core.SampleTable.from_items(items), items)
+
+
+def read_candidates(items: Sequence[SAWItem]) -> dict[int, Tensor]:
+    """Row -> [A, K] one more than each candidate of the predicted action tokens, 0 where there is
+    none. Raises DataError for another form than `SampleAttachments.candidates` has."""
+    found = {}
+    for row, item in enumerate(items):
+        candidates = item.attachments.candidates
+        if candidates is None:
+            continue
+        mask = np.asarray(stored(item, "action_mask"))
+        if candidates.ndim != 2 or len(candidates) != np.count_nonzero(mask) or candidates.min(initial=0) < -1:
+            form = f"{candidates.shape} for {np.count_nonzero(mask)} action tokens"
+            raise DataError(f"candidates of sample {row} are {form}; they must be [A, K] token ids, padded with -1")
+        found[row] = torch.from_numpy(candidates[int(mask[0] == 1) :].astype(np.int64) + 1)
+    return found
 
 
 def add_token_columns(table: _core.SampleTable, items: Sequence[SAWItem]) -> _core.SampleTable:

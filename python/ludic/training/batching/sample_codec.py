@@ -61,6 +61,8 @@ class PackedSamples(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     """N dictionaries."""
     columns: dict[str, _ActionColumn] = {}
     """Name -> a token column of the samples that have it."""
+    candidates: list[bytes | None] = []
+    """`SampleAttachments.candidates` of each sample, int32; empty if none has any."""
 
 
 class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -99,6 +101,7 @@ def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedSamples, bytes]:
         ),
         meta=[item.meta for item in items],
         columns={name: column for name, column in columns.items() if column is not None},
+        candidates=_pack_candidates(items),
     )
     return packed, table.to_bytes()
 
@@ -126,8 +129,11 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
                 None,
                 None if parts is None else parts.tolist(),
                 {name: np.asarray(rows[row]) for name, rows in columns.items() if rows[row] is not None},
+                None if among is None else np.frombuffer(among, np.int32).reshape(int(counts[row]), -1),
             )
-            for row, (own, parts) in enumerate(zip(logps, fractions, strict=True))
+            for row, (own, parts, among) in enumerate(
+                zip(logps, fractions, packed.candidates or itertools.repeat(None, len(counts)), strict=True)
+            )
         ]
         samples = zip(
             *(_split(column, offsets) for column in (ids, attention, actions)),
@@ -146,6 +152,11 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
 
 def _as_floats(values: Any) -> NDArray[Any]:
     return float_column(np.asarray(values, dtype=np.float64))
+
+
+def _pack_candidates(items: Sequence[SAWItem]) -> list[bytes | None]:
+    own = [item.attachments.candidates for item in items]
+    return [] if all(each is None for each in own) else [None if each is None else each.astype("<i4").tobytes() for each in own]
 
 
 def _pack_column(name: str, columns: Sequence[NDArray[Any] | None], counts: NDArray[np.int32]) -> _ActionColumn | None:

@@ -28,7 +28,9 @@ Batch = Mapping[str, Any]
 
 A training step can add columns: `proximal_logps` and `reference_logps` in the layout of
 `input_ids`, columns of the batch credit [B], and for losses that ask for them `hidden` and
-`position` (`Loss.reads_hidden`, `Loss.gathers`).
+`position` (`Loss.reads_hidden`, `Loss.gathers`). Samples may bring `candidates`, [B, T, K] in the
+layout of `input_ids`: the ids that each action token was sampled among, plus 1; 0 where there is
+none.
 
 Batches of preference samples also have `meta`: lists of length B of `pair_id`, `role` and
 `label`."""
@@ -40,6 +42,7 @@ LOG_RATIO_BOUND = "log_ratio_bound"
 """Column [B] of a batch: what `bound` of the correction returned for the whole training step."""
 
 
+CANDIDATES = "candidates"
 PREFERRED_TOKENS, PREFERRED_LENGTH = "preferred_tokens", "preferred_length"
 """Names of the number of predicted action tokens, and of all predicted tokens, of the preferred
 samples of all pairs."""

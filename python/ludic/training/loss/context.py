@@ -31,11 +31,22 @@ import torch
 from torch import Tensor
 
 from ludic.errors import DataError
-from ludic.training.loss.batch import Batch, BatchTotals, Correction, Normalizer, num_pairs, num_rows, num_targets, read_column
+from ludic.training.loss.batch import (
+    CANDIDATES,
+    Batch,
+    BatchTotals,
+    Correction,
+    Normalizer,
+    num_pairs,
+    num_rows,
+    num_targets,
+    read_column,
+)
 from ludic.training.loss.logprobs import (
     LogitsUse,
     compute_token_entropy,
     compute_token_logp,
+    compute_token_logp_among,
     compute_token_logp_and_entropy,
     mask_values,
     scale_gradient,
@@ -147,11 +158,19 @@ class SharedContext:
     def current_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token under the current model, without a
         correction."""
+        if CANDIDATES in self.batch:
+            return self.by_sample(self._logp_among_candidates())
         if self._scores is not None:
             return self.by_sample(self._scores.logp)
         if self._with_entropy:
             return self._logp_and_entropy[0]
         return self.by_sample(compute_token_logp(self.logits, self.input_ids, use=self._use))
+
+    def _logp_among_candidates(self) -> Tensor:
+        """[rows, T - 1] log-probability of each next token in softmax over its candidates."""
+        if self._scores is not None:
+            raise DataError("samples with candidates need whole logits; set trainer.logits=full and trainer.prefix_sharing=off")
+        return compute_token_logp_among(self.logits, self.input_ids, self.batch[CANDIDATES], temperature=self.temperature)
 
     @cached_property
     def sampler_logp(self) -> Tensor:
@@ -369,22 +388,28 @@ def split_actions(values: Tensor, batch: Batch) -> list[Tensor]:
 
 
 def collate_actions(rows: Sequence[Tensor | None], batch: Batch) -> Tensor:
-    """Arrange values of the samples' action tokens in the layout of `batch["input_ids"]`: the
-    inverse of `split_actions`. All other positions, and samples with None, get 0.
+    """Arrange values of the samples' action tokens, [A] or [A, K], in the layout of
+    `batch["input_ids"]`: the inverse of `split_actions`. All other positions, and samples with
+    None, get 0; to the right of a smaller K are zeros too.
 
     Example: padding-free samples [a b c] and [d e] with the action tokens c and e; values [2] and
     [3] give [[0, 0, 2, 0, 3]].
     """
     ids: Tensor = batch["input_ids"]
     context = SharedContext(ids, batch)
-    values = torch.zeros_like(context.token_mask)
+    given = [row for row in rows if row is not None]
+    is_wide = bool(given) and given[0].ndim == 2
+    more = (max(row.shape[1] for row in given),) if is_wide else ()
+    mask, dtype = context.token_mask, given[0].dtype if is_wide else torch.float32
+    values = torch.zeros(*mask.shape, *more, dtype=dtype, device=mask.device)
     for sample, row in enumerate(rows):
         if row is not None:
-            values[sample, context.token_mask[sample].bool()] = row.to(values)
+            actions = mask[sample].bool()
+            values[sample][(actions, slice(row.shape[1])) if is_wide else actions] = row.to(values)
     shape = ids.shape[0], ids.shape[1] - 1
     index = context.token_index
     if index is None:
         flat = values
     else:
-        flat = values.new_zeros(shape[0] * shape[1]).index_put((index.source,), values[index.sample, index.column])
-    return torch.nn.functional.pad(flat.view(shape), (1, 0))
+        flat = values.new_zeros(shape[0] * shape[1], *more).index_put((index.source,), values[index.sample, index.column])
+    return torch.nn.functional.pad(flat.view(*shape, *more), (*(0, 0) * len(more), 1, 0))

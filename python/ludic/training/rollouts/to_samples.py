@@ -89,7 +89,8 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
     trace that holds arrays they are arrays, of int32 and uint8, and so are log-probabilities: a
     batch of them is read without touching a number of Python.
     """
-    prompt, completion, logps = trace_columns(require_trace(rollout, step))
+    trace = require_trace(rollout, step)
+    prompt, completion, logps = trace_columns(trace)
     length = len(prompt) + len(completion)
     if type(prompt) is Column or type(completion) is Column:  # one of them is a list if it was read
         ids: Any = np.concatenate([int_column(prompt), int_column(completion)]).view(Column)
@@ -110,8 +111,21 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
             **rollout.meta,
             **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
         },
-        attachments=SampleAttachments(actor_logps=None if logps is None else ActorTokenLogps(logps)),
+        attachments=SampleAttachments(
+            actor_logps=None if logps is None else ActorTokenLogps(logps), candidates=pad_candidates(trace.candidates)
+        ),
     )
+
+
+def pad_candidates(candidates: Sequence[Sequence[int]] | None) -> NDArray[np.int32] | None:
+    """[A, K] the candidates of each token, padded with -1. Example: [[4, 7], []] gives
+    [[4, 7], [-1, -1]]. None if no token has any."""
+    if candidates is None or not any(candidates):
+        return None
+    padded = np.full((len(candidates), max(map(len, candidates))), -1, dtype=np.int32)
+    for row, ids in zip(padded, candidates, strict=True):
+        row[: len(ids)] = ids
+    return padded
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""Candidates: what top-p, top-k and min-p left when a token was sampled. The trainer computes the
+same distribution, in every layout."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from training_samples import ListSource, assert_same_tensors, cpu_config, dialogues, gradients_of, tiny_model
+
+from ludic.errors import ConfigError, DataError
+from ludic.inference import SamplingParams
+from ludic.inference.local import LocalChatClient
+from ludic.models.byte_tokenizer import make_byte_tokenizer
+from ludic.training import SAWBatch, Trainer, collate_saw_items, make_grpo
+from ludic.training.backend.torch import TorchBackend
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import truncate_item
+from ludic.training.batching.sample_codec import decode_batch, encode_batch
+from ludic.training.loss import SharedContext
+from ludic.training.loss.logprobs import compute_token_logp_among
+from ludic.training.preflight.comparison import compare
+from ludic.training.rollouts.to_samples import pad_candidates, sample_from_step
+from ludic.types import Rollout, Step, TokenTrace
+
+CUTS = [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.8, "top_k": 9, "min_p": 0.01}]
+
+
+def sharp_model():
+    """A model whose next tokens have few likely candidates."""
+    model = tiny_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(5))
+    return model
+
+
+def sampled(model, cut, count=6, **options):
+    """Samples of random prompts at temperature 0.7, with their candidates."""
+    client = LocalChatClient(model, make_byte_tokenizer(), logprobs_mode="processed", keep_candidates=True, **options)
+    params = SamplingParams(temperature=0.7, max_tokens=9, **cut)
+
+    async def sample():
+        prompts = [[5 + seed, 9, 40 + seed] for seed in range(count)]
+        return await asyncio.gather(
+            *(client.complete_tokens(ids, sampling=params, seed=seed) for seed, ids in enumerate(prompts))
+        )
+
+    items = []
+    for number, trace in enumerate(asyncio.run(sample())):
+        step = Step(0, "o", "a", None, 1.0, False, True, trace=trace)
+        items.append(sample_from_step(Rollout(id=f"r{number}", steps=[step]), step, float(number) - 2))
+    return items
+
+
+@given(
+    st.lists(st.lists(st.floats(-9, 9), min_size=6, max_size=6), min_size=2, max_size=5),
+    st.lists(st.sets(st.integers(0, 5), max_size=5), min_size=5, max_size=5),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_the_distribution_is_softmax_over_the_candidates(rows, candidates, temperature):
+    """Value and gradient are those of logits with -inf at all other tokens."""
+    length = len(rows)
+    ids = torch.tensor([[3, *(position % 6 for position in range(1, length))]])
+    own = [sorted({*extra, int(ids[0, position])}) if extra else [] for position, extra in enumerate(candidates[:length])]
+    padded = pad_candidates(own)
+    among = torch.zeros(1, length, 1, dtype=torch.long) if padded is None else torch.from_numpy(padded.astype(np.int64) + 1)[None]
+    logits, plain = (torch.tensor([rows], dtype=torch.float32, requires_grad=True) for _ in range(2))
+    got = compute_token_logp_among(logits, ids, among, temperature=temperature)
+    masked = torch.stack(
+        [
+            row if not kept else row.masked_fill(~torch.isin(torch.arange(6), torch.tensor(kept)), -torch.inf)
+            for row, kept in zip(plain[0, :-1], own[1:], strict=True)
+        ]
+    )
+    want = (masked / temperature).log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-5)
+    got.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: "+".join(cut))
+def test_the_trainer_computes_what_the_sampler_sampled_from(cut):
+    """Without the candidates, its log-probabilities are far from the sampler's."""
+    model, cfg = sharp_model(), cpu_config(temperature=0.7, logits="full")
+    items, backend = sampled(model, cut), TorchBackend(model, cfg, algo=make_grpo(group_size=2))
+    assert all(token in among for each in items for token, among in actions_with_candidates(each))
+    found = asyncio.run(compare(backend, cfg, items))
+    assert found.max <= 5e-6
+    assert found.mean <= 1e-6
+    bare = [replace(each, attachments=replace(each.attachments, candidates=None)) for each in items]
+    assert asyncio.run(compare(backend, cfg, bare)).mean > 0.05
+
+
+def actions_with_candidates(item):
+    actions = [token for token, is_action in zip(item.input_ids, item.action_mask, strict=True) if is_action]
+    return zip(actions, item.attachments.candidates.tolist(), strict=True)
+
+
+def test_a_cut_of_nothing_keeps_nothing():
+    assert [each.attachments.candidates for each in sampled(tiny_model(), {})] == [None] * 6
+
+
+@pytest.mark.parametrize("packing", ["optimal", "padding_free"])
+@pytest.mark.parametrize("budget", [80, 400])
+def test_the_gradient_is_the_same_in_every_layout(packing, budget):
+    """Of samples with and without candidates, and of turns that share a row."""
+    items = sampled(sharp_model(), {"top_p": 0.7}) + dialogues((2, 3), seed=4)
+    items = [replace(each, weight=float(number % 3) - 1) for number, each in enumerate(items)]
+    expected, without_any = gradients(items, "optimal", 200), gradients([without(each) for each in items], packing, budget)
+    assert_same_tensors(gradients(items, packing, budget), expected, atol=1e-5)
+    assert max((without_any[name] - value).abs().max() for name, value in expected.items()) > 1e-3
+
+
+def without(item):
+    return replace(item, attachments=replace(item.attachments, candidates=None))
+
+
+def gradients(items, packing, budget):
+    model = sharp_model()
+    cfg = cpu_config(packing=packing, micro_token_budget=budget, max_seq_len=64, logits="full", prefix_sharing="off")
+    backend, macro = TorchBackend(model, cfg, algo=make_grpo(group_size=2)), MacroBatch.ingest(items, 64, merge_turns=True)
+    batch = MiniBatch(macro, np.arange(len(macro.items)), cfg)
+    asyncio.run(run(backend, batch))
+    return gradients_of(model)
+
+
+async def run(backend, batch):
+    await backend.forward_backward(batch, totals=batch.totals).result()
+
+
+def test_candidates_travel_with_their_sample_and_are_cut_with_it():
+    items = sampled(sharp_model(), {"top_k": 2}, count=3)
+    items[1] = without(items[1])
+    for got, item in zip(decode_batch(*encode_batch(SAWBatch(items))).items, items, strict=True):
+        want = item.attachments.candidates
+        assert np.array_equal(got.attachments.candidates, want) if want is not None else got.attachments.candidates is None
+    short = truncate_item(items[0], 5)
+    assert np.array_equal(short.attachments.candidates, items[0].attachments.candidates[:2])
+    trace = TokenTrace([1], [2], [-0.5], "stop", [[2, 7]])
+    assert TokenTrace.from_dict(trace.to_dict()) == trace
+
+
+@pytest.mark.parametrize(
+    ("candidates", "said"),
+    [
+        (np.zeros((1, 2), np.int32), r"\(1, 2\) for 2 action tokens"),
+        (np.zeros(2, np.int32), r"\(2,\) for 2 action tokens"),
+        (np.full((2, 1), -2, np.int32), "padded with -1"),
+    ],
+)
+def test_candidates_of_another_form_are_refused(candidates, said):
+    [item] = sampled(sharp_model(), {"top_k": 2}, count=1)
+    short = truncate_item(item, 5)
+    wrong = replace(short, attachments=replace(short.attachments, candidates=candidates))
+    with pytest.raises(DataError, match=said):
+        MacroBatch.ingest([wrong], 16)
+
+
+def test_candidates_outside_the_vocabulary_and_without_whole_logits_are_refused():
+    items = sampled(sharp_model(), {"top_k": 2}, count=2)
+    tensors = collate_saw_items(items, pad_token_id=0, device="cpu")
+    with pytest.raises(DataError, match=r"token \d+, .*vocabulary, 0\.\.2"):
+        _ = SharedContext(torch.zeros(*tensors["input_ids"].shape, 3), tensors).token_logp
+    cfg = cpu_config(logits="chunked")
+    trainer = Trainer(model=sharp_model(), algo=make_grpo(group_size=2), batch_source=ListSource(items), cfg=cfg)
+    with pytest.raises(DataError, match=r"trainer\.logits=full"):
+        trainer.train_step_sync()
+    with pytest.raises(ConfigError, match="logprobs_mode='processed'"):
+        LocalChatClient(tiny_model(), make_byte_tokenizer(), keep_candidates=True)
