@@ -23,7 +23,7 @@ from typing import Any
 from ludic.runs.command import RunCommand
 from ludic.runs.directory import RunDirectory
 
-LAG, LR, STEPS = 12, 2e-3, 60
+LAG, LR, STEPS = 12, 2e-3, 120
 SMALL = ["task.args.digits=4", "rollout.prompts=16", "threads=1", "evaluation.prompts=100"]
 START = ["mode=sft", "network.hidden_size=64", "network.intermediate_size=128", "warmup.steps=400", "warmup.batch_size=32"]
 ARMS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from playing import Counting, verbatim
 from tiny_policy import make_tiny_policy
+from training_samples import cpu_config
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
@@ -24,6 +25,9 @@ from ludic.inference import (
 )
 from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.interaction import SingleAgentProtocol
+from ludic.training import FrozenModel, SAWItem
+from ludic.training.batching.packing import collate_micro_batches
+from ludic.training.distillation import TeacherServer
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
@@ -72,6 +76,29 @@ def test_log_probabilities_are_those_of_the_sampling_distribution(vllm_server, t
         beyond += sum(token >= len(vllm_server.tokenizer) for token in trace.completion_token_ids)
     assert worst < 1e-4
     assert beyond > 0  # some ids decode to nothing, so re-tokenising these answers could not restore them
+
+
+def test_a_teacher_behind_the_server_gives_the_log_probabilities_of_its_model(vllm_server):
+    """Of 24 samples of its own, of up to 128 tokens after 8 random ones; its logits reach tens, so
+    that float32 rounds to 2e-6."""
+    draw, cfg = torch.Generator().manual_seed(0), cpu_config(max_seq_len=256, micro_token_budget=2048)
+    teacher, frozen = TeacherServer(vllm_server.url, vllm_server.tokenizer, cfg), FrozenModel(vllm_server.model, cfg)
+    ids = torch.randint(0, len(vllm_server.tokenizer), (24, 8), generator=draw)
+    for _ in range(128):
+        with torch.no_grad():
+            p = vllm_server.model(input_ids=ids).logits[:, -1].softmax(dim=-1)
+        ids = torch.cat([ids, torch.multinomial(p, 1, generator=draw)], dim=1)
+    rows = [row[: 12 + 5 * number] for number, row in enumerate(ids.tolist())]
+    items = [SAWItem(row, [1] * len(row), [0] * 8 + [1] * (len(row) - 8), 1.0, {}) for row in rows]
+    limits = {"micro_token_budget": cfg.micro_token_budget, "max_seq_len": cfg.max_seq_len}
+    gaps = []
+    for micro_batch in collate_micro_batches(items, pad_token_id=0, device="cpu", **limits):
+        acts = micro_batch.tensors["action_mask"][:, 1:] != 0
+        gaps.append((teacher.logps(micro_batch) - frozen.logps(micro_batch).wait())[acts].abs())
+    gap = torch.cat(gaps)
+    print("GAP", float(gap.mean()), float(gap.max()), len(gap))
+    assert gap.mean() <= 5e-6
+    assert gap.max() <= 1e-4
 
 
 def test_both_endpoints_with_local_or_remote_rendering_give_the_same_tokens(vllm_server):

@@ -156,8 +156,13 @@ def test_the_reward_of_a_turn_without_tokens_counts_for_the_turns_before_it(drop
 
 def test_an_episode_that_was_cut_off_goes_on_with_the_value_after_its_last_token():
     items = dialogues((2,), seed=1)
-    ended_A = torch.cat(columns(with_values(trainer_of(items, critic_lr=0.0)), finished(items)))
-    cut_A = torch.cat(columns(with_values(trainer_of(items, critic_lr=0.0)), finished(items, terminated=False)))
+
+    def advantages(terminated, bootstrap=True):
+        trainer = with_values(trainer_of(items, critic_lr=0.0, bootstrap=bootstrap))
+        return torch.cat(columns(trainer, finished(items, terminated=terminated)))
+
+    ended_A, cut_A = advantages(True), advantages(False)
+    assert torch.equal(advantages(False, bootstrap=False), ended_A)  # the default
     head = with_values(trainer_of(items)).critic.backend.model
     outputs = head(input_ids=torch.tensor([items[-1].input_ids]), attention_mask=torch.ones(1, len(items[-1].input_ids)))
     torch.testing.assert_close(cut_A - ended_A, outputs[0, -1, 0].detach().expand_as(ended_A), rtol=1e-4, atol=1e-4)

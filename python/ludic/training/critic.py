@@ -157,8 +157,8 @@ class Critic:
         self, macro: MacroBatch, values: list[NDArray[np.float64]]
     ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
         """Advantages and returns, [A] for each row, from values [A, 2]. Rows of an episode follow
-        each other by their step; an episode that did not terminate goes on with the value after its
-        last token. The reward of a step belongs to its last token, of one without tokens
+        each other by their step; with `bootstrap`, an episode that did not terminate goes on with
+        the value after its last token. The reward of a step belongs to its last token, of one without tokens
         (`macro.dropped`) to the last token before it."""
         every = [*macro.items, *macro.dropped]
         episodes: dict[object, list[int]] = {}
@@ -179,7 +179,8 @@ class Critic:
             if own:
                 order += own
                 lengths.append(sum(len(values[row]) for row in own))
-                last.append(0.0 if every[steps[-1]].meta.get("terminated", True) else float(values[own[-1]][-1, 1]))
+                goes_on = self.settings.bootstrap and not every[steps[-1]].meta.get("terminated", True)
+                last.append(float(values[own[-1]][-1, 1]) if goes_on else 0.0)
         estimated = _core.gae(
             np.concatenate([rewards[row] for row in order]),
             np.concatenate([values[row][:, 0] for row in order]),

@@ -74,6 +74,10 @@ class CriticSettings:
     normalize_adv: bool = True
     """Subtract the mean of the advantages of all action tokens, and divide by their standard
     deviation."""
+    bootstrap: bool = False
+    """Whether an episode that did not terminate goes on with the value after its last token. If
+    False it ends there, as at a limit that belongs to the task: with a value instead, a policy can
+    learn to run into the limit."""
 
     def __post_init__(self) -> None:
         check_value("gamma", self.gamma, "1 does not discount", least=0, most=1)

@@ -96,6 +96,7 @@ def make_ppo(
     critic_lr: float | None = None,
     critic_warmup_steps: int = 0,
     normalize_adv: bool = True,
+    bootstrap: bool = False,
     length_normalize: bool = False,
     normalizer: Normalizer = "tokens",
     name: str = "ppo",
@@ -105,14 +106,14 @@ def make_ppo(
     estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
 
     The reward of a step is earned by its last token. gamma and lam apply from token to token, over
-    all turns of an episode; an episode that did not terminate goes on with the value after its last
-    token. `clip` bounds the ratio on both sides, `value_clip` the change of values (`ValueLoss`).
+    all turns of an episode. With `bootstrap`, an episode that did not terminate goes on with the
+    value after its last token. `clip` bounds the ratio on both sides, `value_clip` the change of values (`ValueLoss`).
     `critic_lr`: 1e-3 of a value head, the policy's of a model, unless it is set. In the first
     `critic_warmup_steps` steps only the critic is trained. `normalize_adv`: advantages of all
     action tokens of a batch have mean 0 and standard deviation 1. Departures from the paper: policy
     and critic have optimizers of their own, so no coefficient weighs their losses, and there is no
     bonus for entropy."""
-    critic = CriticSettings(gamma, lam, value_clip, critic_lr, critic_warmup_steps, normalize_adv)
+    critic = CriticSettings(gamma, lam, value_clip, critic_lr, critic_warmup_steps, normalize_adv, bootstrap)
     loss = TokenClippedSurrogateLoss(clip, clip, length_normalize, normalizer=normalizer)
     return RLAlgorithm(name, PerStepReward(), loss, validate_actor_logps, resolve_correction(correction), critic=critic)
 
