@@ -96,7 +96,6 @@ def test_a_teacher_behind_the_server_gives_the_log_probabilities_of_its_model(vl
         acts = micro_batch.tensors["action_mask"][:, 1:] != 0
         gaps.append((teacher.logps(micro_batch) - frozen.logps(micro_batch).wait())[acts].abs())
     gap = torch.cat(gaps)
-    print("GAP", float(gap.mean()), float(gap.max()), len(gap))
     assert gap.mean() <= 5e-6
     assert gap.max() <= 1e-4
 

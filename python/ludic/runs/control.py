@@ -17,7 +17,7 @@ from torch import nn
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.checkpoints import check_model_folder
 from ludic.files.manifest import replace_with_manifest
-from ludic.models.loading import load_model, load_tokenizer
+from ludic.models.loading import load_model
 from ludic.models.lora import save_merged
 from ludic.models.sharded_loading import load_skeleton
 from ludic.models.state_files import holds_whole_weights
@@ -91,8 +91,8 @@ def check_critic(recipe: Recipe, algorithm: RLAlgorithm, tokenizer: Any) -> None
     source = recipe.critic.model
     if source is not None and algorithm.critic is None:
         raise ConfigError(f"critic.model ({source}) needs an algorithm with a critic, not {algorithm.name}; set algorithm=ppo")
-    if source not in (None, POLICY) and load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(f"critic.model ({source}) must have the policy's vocabulary; use a model with the policy's tokenizer")
+    if source not in (None, POLICY):
+        check_vocabulary("critic.model", source, tokenizer)
 
 
 def open_critic(recipe: Recipe, algorithm: RLAlgorithm, policy: Any) -> nn.Module | None:

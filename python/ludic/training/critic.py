@@ -158,8 +158,8 @@ class Critic:
     ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
         """Advantages and returns, [A] for each row, from values [A, 2]. Rows of an episode follow
         each other by their step; with `bootstrap`, an episode that did not terminate goes on with
-        the value after its last token. The reward of a step belongs to its last token, of one without tokens
-        (`macro.dropped`) to the last token before it."""
+        the value after its last token. The reward of a step belongs to its last token, of one
+        without tokens (`macro.dropped`) to the last token before it."""
         every = [*macro.items, *macro.dropped]
         episodes: dict[object, list[int]] = {}
         for row, item in enumerate(every):
