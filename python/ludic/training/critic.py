@@ -43,7 +43,6 @@ from ludic.training.loss.context import SharedContext
 from ludic.training.loss.value import RETURNS, VALUES, CriticSettings, ValueLoss
 
 T = TypeVar("T")
-HEAD_LR = 1e-3
 
 
 class ValueHead(nn.Module):
@@ -103,15 +102,17 @@ class Critic:
         `policy`. Raises ConfigError for a model with more outputs or another vocabulary than the
         policy."""
         self.settings = settings
-        lr = settings.lr if settings.lr is not None else HEAD_LR if model is None else cfg.lr
-        self.cfg = replace(cfg, lr=lr, logits="full")
         if model is not None:
             _check_critic(model, policy)
+        critic = ValueHead(policy) if model is None else model
+        lr = settings.lr
+        if lr is None:  # AdamW moves a value by lr times the sum of |inputs|, which grows with their number
+            lr = 1 / critic.head.in_features if isinstance(critic, ValueHead) else cfg.lr
+        self.cfg = replace(cfg, lr=lr, logits="full")
         algorithm = RLAlgorithm("critic", PerStepReward(), ValueLoss(settings.value_clip))
         self.in_thread = False
         """Whether it computes in a thread: batches are generated meanwhile, which need the event
         loop."""
-        critic = ValueHead(policy) if model is None else model
         self.backend = TorchBackend(critic, self.cfg, algo=algorithm)
         head: Any = critic.head if isinstance(critic, ValueHead) else unwrap_transformer(model).get_output_embeddings()
         with torch.no_grad():  # values that are all 0 do not show whether the layers compute trees

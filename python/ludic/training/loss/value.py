@@ -68,7 +68,8 @@ class CriticSettings:
     value_clip: float | None = 0.2
     """See `ValueLoss`."""
     lr: float | None = None
-    """Constant learning rate. None means 1e-3 of a value head, else the policy's."""
+    """Constant learning rate. None means 1 / D of a value head on hidden states of width D, else
+    the policy's."""
     warmup_steps: int = 0
     """Steps at the beginning in which the critic alone is trained."""
     normalize_adv: bool = True

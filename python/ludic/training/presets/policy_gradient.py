@@ -108,11 +108,11 @@ def make_ppo(
     The reward of a step is earned by its last token. gamma and lam apply from token to token, over
     all turns of an episode. With `bootstrap`, an episode that did not terminate goes on with the
     value after its last token. `clip` bounds the ratio on both sides, `value_clip` the change of
-    values (`ValueLoss`). `critic_lr`: 1e-3 of a value head, the policy's of a model, unless it is
-    set. In the first `critic_warmup_steps` steps only the critic is trained. `normalize_adv`:
-    advantages of all action tokens of a batch have mean 0 and standard deviation 1. Departures from
-    the paper: policy and critic have optimizers of their own, so no coefficient weighs their
-    losses, and there is no bonus for entropy."""
+    values (`ValueLoss`). `critic_lr`: of a value head 1 / (width of the hidden states), of a model
+    the policy's, unless it is set. In the first `critic_warmup_steps` steps only the critic is
+    trained. `normalize_adv`: advantages of all action tokens of a batch have mean 0 and standard
+    deviation 1. Departures from the paper: policy and critic have optimizers of their own, so no
+    coefficient weighs their losses, and there is no bonus for entropy."""
     critic = CriticSettings(gamma, lam, value_clip, critic_lr, critic_warmup_steps, normalize_adv, bootstrap)
     loss = TokenClippedSurrogateLoss(clip, clip, length_normalize, normalizer=normalizer)
     return RLAlgorithm(name, PerStepReward(), loss, validate_actor_logps, resolve_correction(correction), critic=critic)
