@@ -126,7 +126,7 @@ class RolloutSection:
     """Sample among the tokens that are at least this many times as likely as the likeliest."""
     keep_candidates: bool = setting(
         False,
-        excludes="inference.kind=vllm or inference.url or inference.python or rollout.repetition_penalty",
+        excludes="inference.kind=vllm or inference.url or inference.python or rollout.repetition_penalty or teacher.url",
         hint="the in-process engine keeps candidates",
     )
     """The tokens that `top_p`, `top_k` and `min_p` left at each position are kept with a sample:

@@ -18,6 +18,7 @@ from ludic.inference.servers.http import run_blocking
 from ludic.inference.vllm.prompt_logprobs import PromptLogprobsClient
 from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.seed_tags import with_prompt
+from ludic.training.loss.batch import CANDIDATES
 from ludic.training.loss.context import SharedContext
 from ludic.training.types import ReferencePolicy, SAWItem
 
@@ -148,6 +149,8 @@ class TeacherServer:
         """Of a `MicroBatch`: [B, T - 1] log-probability of each next token, 0 after a row's last
         action token."""
         tensors = micro_batch.tensors
+        if CANDIDATES in tensors:
+            raise DataError("a server scores the whole vocabulary, not candidates; leave rollout.keep_candidates out")
         ids, acts = tensors["input_ids"], tensors["action_mask"] != 0
         bounds = tensors["cu_seqlens"].tolist() if "cu_seqlens" in tensors else None
         starts = [(row, 0) for row in range(len(ids))] if bounds is None else [(0, start) for start in bounds[:-1]]

@@ -46,7 +46,7 @@ from ludic.training.batching.rank_plans import RankShare
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import adapted_loss
-from ludic.training.loss.batch import Batch, num_rows
+from ludic.training.loss.batch import CANDIDATES, Batch, num_rows
 from ludic.training.loss.context import SharedContext, split_actions
 from ludic.training.preflight.layouts import explain_rows
 from ludic.training.types import ReferencePolicy, SAWItem
@@ -198,17 +198,21 @@ def decide_trees(backend: TrainingBackend, reference: ReferencePolicy | None, cf
 def sample_keys(micro_batch: MicroBatch) -> list[bytes]:
     """The `sample_key` of each sample."""
     batch = MicroBatch(micro_batch.tensors, num_rows(micro_batch.tensors))
-    return [sample_key(row.tensors["input_ids"][0], row.tensors["action_mask"][0]) for row in batch.parts()]
+    names = [name for name in ("input_ids", "action_mask", CANDIDATES) if name in batch.tensors]
+    return [sample_key(*(row.tensors[name][0] for name in names)) for row in batch.parts()]
 
 
-def sample_key(input_ids: Tensor, action_mask: Tensor) -> bytes:
-    """The digest of a sample, [T] int64 ids and [T] mask: of its ids up to its end, and of where
-    its actions are. Padding does not change it."""
+def sample_key(input_ids: Tensor, action_mask: Tensor, candidates: Tensor | None = None) -> bytes:
+    """The digest of a sample, [T] int64 ids, [T] mask and [T, K] candidates: of its ids up to its
+    end, and of where its actions are. Padding does not change it."""
     mask = action_mask != 0
     end = int(mask.nonzero().max()) + 1 if mask.any() else 0  # nothing after the last action changes a log-probability
     digest = blake2b(digest_size=KEY_BYTES)
     for column in (input_ids[:end], mask[:end].to(torch.uint8)):
         digest.update(column.cpu().numpy().tobytes())
+    if candidates is not None and (own := candidates[:end]).any():
+        places = own.nonzero()
+        digest.update(torch.cat([places, own[tuple(places.T)][:, None]], dim=1).cpu().numpy().tobytes())
     return digest.digest()
 
 

@@ -154,11 +154,13 @@ class SampleAttachments:
     Micro-batches have them under that name in the layout of `input_ids`, in float32; a loss reads a
     column of yours by `shared.read_logps(name)`. Samples without `token_weight`, the credit of each
     token, have their weight at every token; any other column must be on all samples of a batch."""
-    candidates: NDArray[np.int32] | None = None
-    """[A, K] the ids that each action token was sampled among, padded with -1; a row of -1 means
-    the whole vocabulary. The trained policy is then softmax over them."""
+    candidates: Sequence[Sequence[int] | NDArray[np.int32]] | None = field(default=None, compare=False)
+    """[A] the ids that each action token was sampled among, with its own; none means the whole
+    vocabulary. The trained policy is then softmax over them."""
 
     def __post_init__(self) -> None:
+        if self.candidates is not None and not isinstance(self.candidates, Sequence):
+            raise DataTypeError(f"candidates must be a list of ids for each token, got {type(self.candidates).__name__}")
         own = {"reference_logps": self.reference_logps, "action_fractions": self.action_fractions}
         for name, values in {**own, **self.token_columns}.items():
             if values is not None and not (is_float_array(values) or is_list_of(values, float, int)):

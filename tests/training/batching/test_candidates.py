@@ -10,19 +10,29 @@ import torch
 from hypothesis import given, strategies as st
 from training_samples import ListSource, assert_same_tensors, cpu_config, dialogues, gradients_of, tiny_model
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.inference import SamplingParams
 from ludic.inference.local import LocalChatClient
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.training import SAWBatch, Trainer, collate_saw_items, make_grpo
+from ludic.training import (
+    ConstantCredit,
+    RLAlgorithm,
+    SampleAttachments,
+    SAWBatch,
+    SAWItem,
+    Trainer,
+    collate_saw_items,
+    make_grpo,
+)
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import truncate_item
+from ludic.training.batching.packing import collate_micro_batches, truncate_item
 from ludic.training.batching.sample_codec import decode_batch, encode_batch
-from ludic.training.loss import SharedContext
-from ludic.training.loss.logprobs import compute_token_logp_among
+from ludic.training.loss import CompositeLoss, EntropyBonus, LossTerm, SharedContext
+from ludic.training.loss.logprobs import compute_among_candidates
 from ludic.training.preflight.comparison import compare
-from ludic.training.rollouts.to_samples import pad_candidates, sample_from_step
+from ludic.training.queue.entries import Group, SampleGroup, as_played, decode_group, decode_samples, encode_group, encode_samples
+from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.types import Rollout, Step, TokenTrace
 
 CUTS = [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.8, "top_k": 9, "min_p": 0.01}]
@@ -64,21 +74,23 @@ def test_the_distribution_is_softmax_over_the_candidates(rows, candidates, tempe
     length = len(rows)
     ids = torch.tensor([[3, *(position % 6 for position in range(1, length))]])
     own = [sorted({*extra, int(ids[0, position])}) if extra else [] for position, extra in enumerate(candidates[:length])]
-    padded = pad_candidates(own)
-    among = torch.zeros(1, length, 1, dtype=torch.long) if padded is None else torch.from_numpy(padded.astype(np.int64) + 1)[None]
+    among = torch.tensor([[[*(token + 1 for token in kept), *[0] * (6 - len(kept))] for kept in own]])
     logits, plain = (torch.tensor([rows], dtype=torch.float32, requires_grad=True) for _ in range(2))
-    got = compute_token_logp_among(logits, ids, among, temperature=temperature)
+    got, entropy = compute_among_candidates(logits, ids, among, temperature=temperature)
     masked = torch.stack(
         [
             row if not kept else row.masked_fill(~torch.isin(torch.arange(6), torch.tensor(kept)), -torch.inf)
             for row, kept in zip(plain[0, :-1], own[1:], strict=True)
         ]
     )
-    want = (masked / temperature).log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    whole = (masked / temperature).log_softmax(dim=-1)
+    want = whole.gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-5)
-    got.sum().backward()
-    want.sum().backward()
-    torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-4, atol=1e-5)
+    terms = whole.exp() * whole.masked_fill(whole == -torch.inf, 0.0)
+    torch.testing.assert_close(entropy[0], -terms.sum(dim=-1), rtol=1e-4, atol=1e-5)
+    (got.sum() + 0.5 * entropy.sum()).backward()
+    (want.sum() - 0.5 * terms.sum()).backward()
+    torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: "+".join(cut))
@@ -96,7 +108,7 @@ def test_the_trainer_computes_what_the_sampler_sampled_from(cut):
 
 def actions_with_candidates(item):
     actions = [token for token, is_action in zip(item.input_ids, item.action_mask, strict=True) if is_action]
-    return zip(actions, item.attachments.candidates.tolist(), strict=True)
+    return zip(actions, item.attachments.candidates, strict=True)
 
 
 def test_a_cut_of_nothing_keeps_nothing():
@@ -118,10 +130,13 @@ def without(item):
     return replace(item, attachments=replace(item.attachments, candidates=None))
 
 
-def gradients(items, packing, budget):
+def gradients(items, packing, budget, algo=None):
     model = sharp_model()
     cfg = cpu_config(packing=packing, micro_token_budget=budget, max_seq_len=64, logits="full", prefix_sharing="off")
-    backend, macro = TorchBackend(model, cfg, algo=make_grpo(group_size=2)), MacroBatch.ingest(items, 64, merge_turns=True)
+    backend, macro = (
+        TorchBackend(model, cfg, algo=algo or make_grpo(group_size=2)),
+        MacroBatch.ingest(items, 64, merge_turns=True),
+    )
     batch = MiniBatch(macro, np.arange(len(macro.items)), cfg)
     asyncio.run(run(backend, batch))
     return gradients_of(model)
@@ -134,29 +149,55 @@ async def run(backend, batch):
 def test_candidates_travel_with_their_sample_and_are_cut_with_it():
     items = sampled(sharp_model(), {"top_k": 2}, count=3)
     items[1] = without(items[1])
-    for got, item in zip(decode_batch(*encode_batch(SAWBatch(items))).items, items, strict=True):
-        want = item.attachments.candidates
-        assert np.array_equal(got.attachments.candidates, want) if want is not None else got.attachments.candidates is None
+    for got in (
+        decode_batch(*encode_batch(SAWBatch(items))).items,
+        decode_samples(encode_samples(SampleGroup("p", 0, items))).items,
+    ):
+        assert [as_lists(each) for each in got] == [as_lists(each) for each in items]
     short = truncate_item(items[0], 5)
-    assert np.array_equal(short.attachments.candidates, items[0].attachments.candidates[:2])
-    trace = TokenTrace([1], [2], [-0.5], "stop", [[2, 7]])
+    assert as_lists(short) == as_lists(items[0])[:2]
+    assert as_lists(decode_batch(*encode_batch(SAWBatch([truncate_item(items[0], 3)]))).items[0]) == []
+    [micro_batch] = collate_micro_batches(items, pad_token_id=0, device="cpu", micro_token_budget=99, max_seq_len=16)
+    assert torch.equal(micro_batch.tensors["candidates"], collate_saw_items(items, pad_token_id=0, device="cpu")["candidates"])
+
+
+def as_lists(item):
+    candidates = item.attachments.candidates
+    return None if candidates is None else [list(map(int, each)) for each in candidates]
+
+
+def test_candidates_travel_with_their_rollout():
+    trace = TokenTrace([1], [2, 3], [-0.5, -0.1], "stop", [[2, 7], []])
     assert TokenTrace.from_dict(trace.to_dict()) == trace
+    step = Step(0, "o", "a", None, 1.0, False, True, trace=trace)
+    group = Group("run", 0, 0, 0, "actor", 0.0, 0.0, as_played([Rollout(id="r", steps=[step])]))
+    assert decode_group(encode_group(group)).played[0].steps[0].trace.candidates == [[2, 7], []]
 
 
 @pytest.mark.parametrize(
     ("candidates", "said"),
     [
-        (np.zeros((1, 2), np.int32), r"\(1, 2\) for 2 action tokens"),
-        (np.zeros(2, np.int32), r"\(2,\) for 2 action tokens"),
-        (np.full((2, 1), -2, np.int32), "padded with -1"),
+        ([[7]], "candidates of 1 tokens for 2 action tokens"),
+        ([[7], [300]], "with the sampled token"),
+        ([[7, -1], [8]], "must be token ids"),
     ],
 )
 def test_candidates_of_another_form_are_refused(candidates, said):
-    [item] = sampled(sharp_model(), {"top_k": 2}, count=1)
-    short = truncate_item(item, 5)
-    wrong = replace(short, attachments=replace(short.attachments, candidates=candidates))
-    with pytest.raises(DataError, match=said):
-        MacroBatch.ingest([wrong], 16)
+    item = SAWItem([5, 7, 8], [1] * 3, [0, 1, 1], 1.0, {}, SampleAttachments(candidates=candidates))
+    for read in (lambda: MacroBatch.ingest([item], 16), lambda: encode_batch(SAWBatch([item]))):
+        with pytest.raises(DataError, match=said):
+            read()
+    with pytest.raises(DataTypeError, match="candidates must be a list"):
+        SampleAttachments(candidates=3)
+
+
+def test_losses_that_read_the_entropy_read_that_of_the_candidates():
+    """In either order: the backward pass of the one does not overwrite what the other reads."""
+    items, grads = sampled(sharp_model(), {"top_p": 0.7}), []
+    for order in (1, -1):
+        terms = [LossTerm("policy", make_grpo(group_size=2).loss), LossTerm("entropy", EntropyBonus(), 0.1)][::order]
+        grads.append(gradients(items, "optimal", 400, algo=RLAlgorithm("a", ConstantCredit(1.0), CompositeLoss(terms))))
+    assert_same_tensors(*grads, atol=1e-5)
 
 
 def test_candidates_outside_the_vocabulary_and_without_whole_logits_are_refused():

@@ -30,11 +30,11 @@ from ludic.training.batching.packing import (
     MicroBatch,
     Packing,
     Rows,
+    collate_candidates,
     count_in_part,
     count_tokens,
     find_line_bounds,
     plan_lines,
-    read_candidates,
     row_starts,
     table_of_items,
     to_tensors,
@@ -94,8 +94,7 @@ class MacroBatch:
             dropped = [retained[row] for row in np.flatnonzero(~trained)]
             retained, table = [retained[row] for row in rows], table.select(rows)
         empty, without = int((truncated & ~trained).sum()), int((~truncated & ~trained).sum())
-        candidates = read_candidates(retained)
-        return cls(retained, table, empty, without, dropped, {CANDIDATES: candidates} if candidates else {})
+        return cls(retained, table, empty, without, dropped)
 
     @cached_property
     def has_weight(self) -> NDArray[np.bool_]:
@@ -323,7 +322,7 @@ class MiniBatch:
         row = np.array([0 if self.batch.share is None else self.batch.table.lengths.argmin()])
         micro_batch = self._micro_batch(row)
         columns = {*self.batch.table.token_columns, *self.batch.token_columns, *self.batch.sample_columns}
-        zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action", *columns}
+        zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action", CANDIDATES, *columns}
         tensors = {name: torch.zeros_like(value) if name in zeroed else value for name, value in micro_batch.tensors.items()}
         return MicroBatch(tensors, 0, micro_batch.sample_names)
 
@@ -336,9 +335,8 @@ class MiniBatch:
         names = tuple(self.batch.name(row) for row in rows)
         tensors = count_in_part(to_tensors(columns, self.cfg.model_device))
         for name, by_row in self.batch.token_columns.items():
-            values = [by_row.get(int(row)) for row in rows]
-            if name != CANDIDATES or any(each is not None for each in values):
-                tensors[name] = collate_actions(values, tensors)
+            tensors[name] = collate_actions([by_row.get(int(row)) for row in rows], tensors)
+        tensors |= collate_candidates([self.batch.items[row] for row in rows], tensors)
         tensors |= to_tensors(
             {name: column[rows].astype(np.float32) for name, column in self.batch.sample_columns.items()}, self.cfg.model_device
         )

@@ -137,9 +137,7 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
         raise DataError("cannot collate an empty list of items")
     table = table_of_items(items)
     tensors = count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device))
-    if candidates := read_candidates(items):
-        tensors[CANDIDATES] = collate_actions([candidates.get(row) for row in range(len(items))], tensors)
-    return tensors
+    return tensors | collate_candidates(items, tensors)
 
 
 _SEQUENCES = ("input_ids", "attention_mask", "action_mask")
@@ -246,10 +244,13 @@ def collate_micro_batches(
     check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []
-    table = table_of_items(items).truncate(max_seq_len)
+    table, kept = table_of_items(items).truncate(max_seq_len), [truncate_item(item, max_seq_len) for item in items]
     plan = _core.plan_greedy(table.lengths, micro_token_budget)
-    collated = ((plan[k], to_tensors(table.collate(plan[k], pad_token_id), device)) for k in range(len(plan)))
-    return [MicroBatch(count_in_part(tensors), len(rows)) for rows, tensors in collated]
+    micro_batches = []
+    for rows in (plan[k] for k in range(len(plan))):
+        tensors = count_in_part(to_tensors(table.collate(rows, pad_token_id), device))
+        micro_batches.append(MicroBatch(tensors | collate_candidates([kept[row] for row in rows], tensors), len(rows)))
+    return micro_batches
 
 
 def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
@@ -261,25 +262,48 @@ def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
 
 
 def table_of_items(items: Sequence[SAWItem]) -> _core.SampleTable:
-    """The items as a table with their token columns. Raises as `SampleTable.from_items` and
-    `read_token_columns`."""
+    """The items as a table with their token columns. Raises as `SampleTable.from_items`,
+    `read_token_columns` and `check_candidates`."""
+    check_candidates(items)
     return add_token_columns(_core.SampleTable.from_items(items), items)
 
 
-def read_candidates(items: Sequence[SAWItem]) -> dict[int, Tensor]:
-    """Row -> [A, K] one more than each candidate of the predicted action tokens, 0 where there is
-    none. Raises DataError for another form than `SampleAttachments.candidates` has."""
-    found = {}
+def check_candidates(items: Sequence[SAWItem]) -> bool:
+    """Whether a sample has candidates. Raises DataError for another number of them than action
+    tokens, and for a token that is not among its own."""
+    found = False
     for row, item in enumerate(items):
         candidates = item.attachments.candidates
         if candidates is None:
             continue
-        mask = np.asarray(stored(item, "action_mask"))
-        if candidates.ndim != 2 or len(candidates) != np.count_nonzero(mask) or candidates.min(initial=0) < -1:
-            form = f"{candidates.shape} for {np.count_nonzero(mask)} action tokens"
-            raise DataError(f"candidates of sample {row} are {form}; they must be [A, K] token ids, padded with -1")
-        found[row] = torch.from_numpy(candidates[int(mask[0] == 1) :].astype(np.int64) + 1)
+        found, actions = True, np.asarray(stored(item, "input_ids"))[np.asarray(stored(item, "action_mask")) != 0]
+        counts = np.array([len(each) for each in candidates], dtype=np.int64)
+        if len(counts) != len(actions):
+            raise DataError(
+                f"sample {row} has candidates of {len(counts)} tokens for {len(actions)} action tokens; give them of each"
+            )
+        flat = np.concatenate([np.zeros(0, dtype=np.int64), *candidates])
+        owners = np.repeat(np.arange(len(counts)), counts)
+        if (np.bincount(owners[flat == actions[owners]], minlength=len(counts)) != (counts > 0)).any() or (flat < 0).any():
+            raise DataError(f"candidates of sample {row} must be token ids, each once and with the sampled token")
     return found
+
+
+def collate_candidates(items: Sequence[SAWItem], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`candidates` of the samples of a batch, as losses read them (`loss.batch`); {} if none has
+    any. Example: [[4, 7], []] of two tokens are [[5, 8], [0, 0]]."""
+    rows: list[Tensor | None] = []
+    for item in items:
+        candidates = item.attachments.candidates
+        if candidates is None:
+            rows.append(None)
+            continue
+        own = candidates[int(stored(item, "action_mask")[0] == 1) :]  # the first token of a row has no prediction
+        padded = np.zeros((len(own), max([1, *map(len, own)])), dtype=np.int64)
+        for row, ids in zip(padded, own, strict=True):
+            row[: len(ids)] = np.asarray(ids, dtype=np.int64) + 1
+        rows.append(torch.from_numpy(padded))
+    return {CANDIDATES: collate_actions(rows, batch)} if any(row is not None for row in rows) else {}
 
 
 def add_token_columns(table: _core.SampleTable, items: Sequence[SAWItem]) -> _core.SampleTable:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.columns import Column, float_column
 from ludic.errors import DataError
-from ludic.training.batching.packing import add_token_columns
+from ludic.training.batching.packing import add_token_columns, check_candidates
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 from ludic.types import stored
 
@@ -61,7 +61,7 @@ class PackedSamples(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     """N dictionaries."""
     columns: dict[str, _ActionColumn] = {}
     """Name -> a token column of the samples that have it."""
-    candidates: list[bytes | None] = []
+    candidates: list[list[bytes] | None] = []
     """`SampleAttachments.candidates` of each sample, int32; empty if none has any."""
 
 
@@ -101,7 +101,7 @@ def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedSamples, bytes]:
         ),
         meta=[item.meta for item in items],
         columns={name: column for name, column in columns.items() if column is not None},
-        candidates=_pack_candidates(items),
+        candidates=[pack_candidates(item.attachments.candidates) for item in items] if check_candidates(items) else [],
     )
     return packed, table.to_bytes()
 
@@ -129,7 +129,7 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
                 None,
                 None if parts is None else parts.tolist(),
                 {name: np.asarray(rows[row]) for name, rows in columns.items() if rows[row] is not None},
-                None if among is None else np.frombuffer(among, np.int32).reshape(int(counts[row]), -1),
+                unpack_candidates(among),
             )
             for row, (own, parts, among) in enumerate(
                 zip(logps, fractions, packed.candidates or itertools.repeat(None, len(counts)), strict=True)
@@ -145,6 +145,7 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
         items = [SAWItem(*sample) for sample in samples]
         if checked is not None:
             add_token_columns(checked, items)
+            check_candidates(items)
         return items
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise DataError(f"the samples cannot be read: {error}") from error
@@ -154,9 +155,13 @@ def _as_floats(values: Any) -> NDArray[Any]:
     return float_column(np.asarray(values, dtype=np.float64))
 
 
-def _pack_candidates(items: Sequence[SAWItem]) -> list[bytes | None]:
-    own = [item.attachments.candidates for item in items]
-    return [] if all(each is None for each in own) else [None if each is None else each.astype("<i4").tobytes() for each in own]
+def pack_candidates(candidates: Sequence[Any] | None) -> list[bytes] | None:
+    """int32 ids of each token."""
+    return None if candidates is None else [np.asarray(each, dtype="<i4").tobytes() for each in candidates]
+
+
+def unpack_candidates(packed: list[bytes] | None) -> list[NDArray[np.int32]] | None:
+    return None if packed is None else [np.frombuffer(each, dtype="<i4") for each in packed]
 
 
 def _pack_column(name: str, columns: Sequence[NDArray[Any] | None], counts: NDArray[np.int32]) -> _ActionColumn | None:

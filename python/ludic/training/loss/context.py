@@ -44,9 +44,9 @@ from ludic.training.loss.batch import (
 )
 from ludic.training.loss.logprobs import (
     LogitsUse,
+    compute_among_candidates,
     compute_token_entropy,
     compute_token_logp,
-    compute_token_logp_among,
     compute_token_logp_and_entropy,
     mask_values,
     scale_gradient,
@@ -159,18 +159,21 @@ class SharedContext:
         """[B, T - 1] log-probability of each next token under the current model, without a
         correction."""
         if CANDIDATES in self.batch:
-            return self.by_sample(self._logp_among_candidates())
+            return self._among_candidates[0]
         if self._scores is not None:
             return self.by_sample(self._scores.logp)
         if self._with_entropy:
             return self._logp_and_entropy[0]
         return self.by_sample(compute_token_logp(self.logits, self.input_ids, use=self._use))
 
-    def _logp_among_candidates(self) -> Tensor:
-        """[rows, T - 1] log-probability of each next token in softmax over its candidates."""
+    @cached_property
+    def _among_candidates(self) -> tuple[Tensor, Tensor]:
+        """[B, T - 1] log-probability and entropy of each next token in softmax over its
+        candidates."""
         if self._scores is not None:
             raise DataError("samples with candidates need whole logits; set trainer.logits=full and trainer.prefix_sharing=off")
-        return compute_token_logp_among(self.logits, self.input_ids, self.batch[CANDIDATES], temperature=self.temperature)
+        both = compute_among_candidates(self.logits, self.input_ids, self.batch[CANDIDATES], temperature=self.temperature)
+        return self.by_sample(both[0]), self.by_sample(both[1])
 
     @cached_property
     def sampler_logp(self) -> Tensor:
@@ -224,6 +227,8 @@ class SharedContext:
     @cached_property
     def entropy(self) -> Tensor:
         """[B, T - 1] entropy of the distribution of each next token, in nats."""
+        if CANDIDATES in self.batch:
+            return self._among_candidates[1]
         if self._scores is not None:
             return self.by_sample(self._scores.entropy)
         if self._with_entropy:

@@ -89,13 +89,15 @@ def compute_token_logp(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | No
     return selective_log_softmax(logits, pad(input_ids[:, 1:], (0, 1)), use=use)[:, :-1]
 
 
-def compute_token_logp_among(logits: Tensor, input_ids: Tensor, candidates: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each next token in softmax(logits / temperature) over its candidates, as
-    it was sampled with top-p, top-k or min-p ("keep sampling mask", DeepSeek-V3.2,
-    arXiv:2512.02556).
+def compute_among_candidates(
+    logits: Tensor, input_ids: Tensor, candidates: Tensor, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each next token in softmax(logits / temperature) over its candidates, and
+    the entropy of that distribution: as it was sampled with top-p, top-k or min-p ("keep sampling
+    mask", DeepSeek-V3.2, arXiv:2512.02556).
 
     logits [B, T, V], input_ids [B, T]; candidates [B, T, K] token ids plus 1, of each token itself;
-    0 where there is none, and a row of zeros means the whole vocabulary. Result [B, T - 1]
+    0 where there is none, and a row of zeros means the whole vocabulary. Results [B, T - 1]
     float32. The token itself is always a candidate. Raises DataError for ids outside V.
 
     Example: logits [0, 0, 5] and candidates [0, 1] give a token 0 the log-probability log(1/2).
@@ -106,13 +108,17 @@ def compute_token_logp_among(logits: Tensor, input_ids: Tensor, candidates: Tens
         raise DataError(
             f"a candidate is token {int(own.max()) - 1}, which must be in the model's vocabulary, 0..{vocabulary - 1}"
         )
-    whole = compute_token_logp(logits, input_ids, use=LogitsUse(temperature=temperature))
+    # These do not overwrite the logits, which are read again below.
+    whole, entropy = compute_token_logp_and_entropy(logits, input_ids, use=LogitsUse(temperature=temperature))
     picked = torch.cat([input_ids[:, 1:, None], (own - 1).clamp(min=0)], dim=-1)
     chosen, among = logits[:, :-1].gather(2, picked).to(whole.dtype).div(temperature).split([1, own.shape[-1]], dim=-1)
     has_candidates = (own > 0).any(dim=-1)
     # Without candidates nothing is filled, so that no gradient is NaN.
     among = among.masked_fill((own == 0) & has_candidates[..., None], -math.inf)
-    return torch.where(has_candidates, chosen.squeeze(2) - among.logsumexp(dim=-1), whole)
+    logp = torch.where(has_candidates, chosen.squeeze(2) - among.logsumexp(dim=-1), whole)
+    among_logp = among.log_softmax(dim=-1).masked_fill(own == 0, 0.0)
+    cut = -(among_logp.exp().masked_fill(own == 0, 0.0) * among_logp).sum(dim=-1)
+    return logp, torch.where(has_candidates, cut, entropy)
 
 
 def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, *, length_normalize: bool = False) -> Tensor:

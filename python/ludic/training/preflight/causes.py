@@ -214,7 +214,8 @@ class CauseFinder:
             prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
             mask = [0] * len(prompt) + [1] * len(completion)
             logps = ActorTokenLogps(list(trace.completion_logprobs or []))
-            items.append(SAWItem(prompt + completion, [1] * len(mask), mask, 0.0, {}, SampleAttachments(logps)))
+            attached = SampleAttachments(logps, candidates=trace.candidates)
+            items.append(SAWItem(prompt + completion, [1] * len(mask), mask, 0.0, {}, attached))
         return items
 
 
@@ -263,7 +264,9 @@ def _with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
         input_ids=prompt + completion,
         attention_mask=[1] * (len(prompt) + len(completion)),
         action_mask=[0] * len(prompt) + mask,
-        attachments=SampleAttachments(ActorTokenLogps([float(value) for value in read_sampler_logps(item)])),
+        attachments=SampleAttachments(
+            ActorTokenLogps([float(value) for value in read_sampler_logps(item)]), candidates=item.attachments.candidates
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,7 +33,13 @@ from numpy.typing import NDArray
 
 from ludic.errors import DataError, DataTypeError, check_value
 from ludic.files.json_values import to_builtin
-from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
+from ludic.training.batching.sample_codec import (
+    PackedSamples,
+    pack_candidates,
+    pack_samples,
+    unpack_candidates,
+    unpack_samples,
+)
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
 from ludic.training.rollouts.episodes import (
     EpisodeFailure,
@@ -119,6 +125,7 @@ class _Trace(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     completion: bytes
     logps: bytes | None
     finish_reason: str | None
+    candidates: list[bytes] | None = None
 
 
 class _Step(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -209,7 +216,11 @@ def _encode_step(step: Step) -> _Step:
     if trace is not None:
         prompt, completion, logps = trace_columns(trace)
         columns = _Trace(
-            ids_to_bytes(prompt), ids_to_bytes(completion), None if logps is None else floats_to_bytes(logps), trace.finish_reason
+            ids_to_bytes(prompt),
+            ids_to_bytes(completion),
+            None if logps is None else floats_to_bytes(logps),
+            trace.finish_reason,
+            pack_candidates(trace.candidates),
         )
     ends = (step.truncated, step.terminated)
     return _Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, columns, step.ts_ns)
@@ -221,6 +232,8 @@ def _decode_step(step: _Step) -> Step:
         completion = ids_from_bytes(step.trace.completion)
         logps = None if step.trace.logps is None else floats_from_bytes(step.trace.logps, len(completion))
         trace = TokenTrace.from_arrays(ids_from_bytes(step.trace.prompt), completion, logps, step.trace.finish_reason)
+        candidates = unpack_candidates(step.trace.candidates)
+        trace = trace if candidates is None else replace(trace, candidates=[ids.tolist() for ids in candidates])
     ends = (step.truncated, step.terminated)
     return Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, trace, step.ts_ns)
 

@@ -67,8 +67,7 @@ def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return mean and population standard deviation of the rewards of all rollouts but greedy ones
     (`is_greedy`). If there are groups of at least 2, also the fraction of them in which all rewards
     are equal: in these, group-relative advantages are 0."""
-    rollouts = [rollout for rollout in rollouts if not is_greedy(rollout.meta)]
-    rewards = [rollout.total_reward for rollout in rollouts]
+    rewards = [rollout.total_reward for rollout in rollouts if not is_greedy(rollout.meta)]
     groups: dict[Any, list[float]] = {}
     for rollout in rollouts:
         group = group_of(rollout.meta)
@@ -111,21 +110,8 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
             **rollout.meta,
             **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
         },
-        attachments=SampleAttachments(
-            actor_logps=None if logps is None else ActorTokenLogps(logps), candidates=pad_candidates(trace.candidates)
-        ),
+        attachments=SampleAttachments(actor_logps=None if logps is None else ActorTokenLogps(logps), candidates=trace.candidates),
     )
-
-
-def pad_candidates(candidates: Sequence[Sequence[int]] | None) -> NDArray[np.int32] | None:
-    """[A, K] the candidates of each token, padded with -1. Example: [[4, 7], []] gives
-    [[4, 7], [-1, -1]]. None if no token has any."""
-    if candidates is None or not any(candidates):
-        return None
-    padded = np.full((len(candidates), max(map(len, candidates))), -1, dtype=np.int32)
-    for row, ids in zip(padded, candidates, strict=True):
-        row[: len(ids)] = ids
-    return padded
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
