@@ -16,7 +16,8 @@ from ludic.errors import ConfigError, DataError
 from ludic.training import Trainer, make_grpo, make_maxent_grpo
 from ludic.training.info_seed import InfoSeed, seed_of
 from ludic.training.loggers.local import DOCUMENT_NAMES
-from ludic.training.loss.context import SharedContext, split_actions
+from ludic.training.loss.actions import split_actions
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.info_seed import FixedSeedHead, seed_directions
 from ludic.training.preparation import prepare
 from ludic.training.presets.preprocess import add_info_seed

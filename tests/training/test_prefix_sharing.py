@@ -38,7 +38,7 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import TokenClippedSurrogateLoss
-from ludic.training.loss.context import split_actions
+from ludic.training.loss.actions import split_actions
 from ludic.training.loss.correction import TruncatedImportanceSampling
 from ludic.training.preflight import layouts
 from ludic.training.reference import FrozenModel

@@ -39,9 +39,10 @@ from ludic.training.credit_assignment import group_key
 from ludic.training.info_seed.seed_tags import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.state import TrainerState
+from ludic.training.loss.actions import split_actions
 from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.batch import LOG_RATIO_BOUND
-from ludic.training.loss.context import SAMPLE_LOGPS, split_actions
+from ludic.training.loss.context import SAMPLE_LOGPS
 from ludic.training.reference import computes_trees, exchange_rows
 from ludic.training.types import TOKEN_WEIGHT, BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
 from ludic.types import stored

@@ -45,9 +45,10 @@ from ludic.training.batching.packing import MicroBatch
 from ludic.training.batching.rank_plans import RankShare
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
+from ludic.training.loss.actions import split_actions
 from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.batch import CANDIDATES, Batch, num_rows
-from ludic.training.loss.context import SharedContext, split_actions
+from ludic.training.loss.context import SharedContext
 from ludic.training.preflight.layouts import explain_rows
 from ludic.training.types import ReferencePolicy, SAWItem
 

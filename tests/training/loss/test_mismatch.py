@@ -17,7 +17,8 @@ from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import EntropyBonus, TruncatedImportanceSampling
-from ludic.training.loss.context import SharedContext, collate_actions, split_actions
+from ludic.training.loss.actions import collate_actions, split_actions
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import compute_token_entropy, compute_token_logp
 from ludic.training.loss.statistics import compute_mismatch, sum_mismatch
 from ludic.training.preparation import add_token_column

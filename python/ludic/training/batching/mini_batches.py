@@ -26,11 +26,11 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.training import ranks
+from ludic.training.batching.candidates import collate_candidates
 from ludic.training.batching.packing import (
     MicroBatch,
     Packing,
     Rows,
-    collate_candidates,
     count_in_part,
     count_tokens,
     find_line_bounds,
@@ -43,8 +43,8 @@ from ludic.training.batching.packing import (
 from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
 from ludic.training.config import Packing as PackingName, TrainerConfig
 from ludic.training.loss import BatchTotals
+from ludic.training.loss.actions import collate_actions
 from ludic.training.loss.batch import CANDIDATES
-from ludic.training.loss.context import collate_actions
 from ludic.training.types import TOKEN_WEIGHT, SAWItem
 from ludic.types import group_of
 

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.columns import Column, float_column
 from ludic.errors import DataError
-from ludic.training.batching.packing import add_token_columns, check_candidates
+from ludic.training.batching.candidates import check_candidates, pack_candidates, unpack_candidates
+from ludic.training.batching.packing import add_token_columns
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 from ludic.types import stored
 
@@ -153,15 +154,6 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
 
 def _as_floats(values: Any) -> NDArray[Any]:
     return float_column(np.asarray(values, dtype=np.float64))
-
-
-def pack_candidates(candidates: Sequence[Any] | None) -> list[bytes] | None:
-    """int32 ids of each token."""
-    return None if candidates is None else [np.asarray(each, dtype="<i4").tobytes() for each in candidates]
-
-
-def unpack_candidates(packed: list[bytes] | None) -> list[NDArray[np.int32]] | None:
-    return None if packed is None else [np.frombuffer(each, dtype="<i4") for each in packed]
 
 
 def _pack_column(name: str, columns: Sequence[NDArray[Any] | None], counts: NDArray[np.int32]) -> _ActionColumn | None:

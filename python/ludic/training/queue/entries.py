@@ -33,11 +33,10 @@ from numpy.typing import NDArray
 
 from ludic.errors import DataError, DataTypeError, check_value
 from ludic.files.json_values import to_builtin
+from ludic.training.batching.candidates import pack_candidates, unpack_candidates
 from ludic.training.batching.sample_codec import (
     PackedSamples,
-    pack_candidates,
     pack_samples,
-    unpack_candidates,
     unpack_samples,
 )
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
