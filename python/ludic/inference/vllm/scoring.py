@@ -41,7 +41,6 @@ from ludic.inference.vllm.client import make_publisher
 from ludic.inference.vllm.servers import server_url
 
 T = TypeVar("T")
-"""Statuses with which a server refuses an input for good."""
 ANY_MODEL = "default"
 """Stands for the model that the server serves, whatever its name."""
 
