@@ -290,20 +290,18 @@ def read_token_columns(items: Sequence[SAWItem]) -> dict[str, NDArray[np.float32
     if not any(each.token_columns or each.action_fractions is not None for each in attached):
         return {}
     counts = [int(np.count_nonzero(np.asarray(stored(item, "action_mask")))) for item in items]
-    names = sorted({name for each in attached for name in each.token_columns})
-    columns = {
-        name: [
-            _read_values(name, each.token_columns.get(name, item.weight if name == TOKEN_WEIGHT else None), row, counts[row])
-            for row, (item, each) in enumerate(zip(items, attached, strict=True))
-        ]
-        for name in names
+    given: dict[str, list[Any]] = {
+        name: [item.attachments.token_columns.get(name, item.weight if name == TOKEN_WEIGHT else None) for item in items]
+        for name in sorted({name for each in attached for name in each.token_columns})
     }
-    if any(each.action_fractions is not None for each in attached):
-        given = [1.0 if each.action_fractions is None else each.action_fractions for each in attached]
-        fractions = [_read_values(FRACTIONS, each, row, counts[row]) for row, each in enumerate(given)]
-        if any((values != 1).any() for values in fractions):
-            columns[FRACTIONS] = fractions
-    return {name: np.concatenate(rows) for name, rows in columns.items()}
+    given[FRACTIONS] = [1.0 if each.action_fractions is None else each.action_fractions for each in attached]
+    columns = {
+        name: np.concatenate([_read_values(name, each, row, counts[row]) for row, each in enumerate(rows)])
+        for name, rows in given.items()
+    }
+    if (columns[FRACTIONS] == 1).all():
+        del columns[FRACTIONS]
+    return columns
 
 
 def _read_values(name: str, given: Any, row: int, actions: int) -> NDArray[np.float32]:
