@@ -210,11 +210,6 @@ class TeacherSection:
     timeout_s: float = setting(120.0, above=0, needs="teacher.url")
     """Seconds in which a server must answer for a micro-batch, retries included."""
 
-    @property
-    def is_set(self) -> bool:
-        """Whether there is a teacher."""
-        return self.model is not None or self.url is not None
-
 
 def check_reference(section: ReferenceSection, *, has_adapters: bool) -> None:
     """Raise `ConfigError` for a source that this run does not have."""

@@ -47,10 +47,11 @@ def check_control(recipe: Recipe, algorithm: RLAlgorithm) -> None:
     """Raise `ConfigError` for wrong settings of `reference`, `teacher` and `controllers`."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
     teacher, name = recipe.teacher, f"algorithm ({recipe.algorithm})"
-    if algorithm.reads_teacher and not teacher.is_set:
+    source = teacher.url if teacher.model is None else teacher.model
+    if algorithm.reads_teacher and source is None:
         raise ConfigError(f"{name} learns from a teacher, and there is none; set teacher.model=FOLDER, or teacher.url=URL")
-    if teacher.is_set and not algorithm.reads_teacher:
-        raise ConfigError(f"teacher ({teacher.model or teacher.url}) is not read by {name}; set algorithm=opd")
+    if source is not None and not algorithm.reads_teacher:
+        raise ConfigError(f"teacher ({source}) is not read by {name}; set algorithm=opd")
     if teacher.url is not None and not algorithm.reads_reference:
         raise ConfigError(f"teacher.url ({teacher.url}) gives no logits, which a divergence reads; set teacher.model=FOLDER")
     build_controllers(recipe.controllers, algorithm, group_size=_answers(recipe))
