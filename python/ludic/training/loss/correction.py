@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -36,11 +36,20 @@ if TYPE_CHECKING:
     from ludic.training.loss.context import SharedContext
 
 Level = Literal["token", "sequence"]
-LEVELS = ("token", "sequence")
 
 
 @dataclass(frozen=True)
-class TruncatedImportanceSampling:
+class _Capped:
+    cap: float = 2.0
+    level: Level = "token"
+
+    def __post_init__(self) -> None:
+        check_value("level", self.level, choices=get_args(Level))
+        check_value("cap", self.cap, above=0, below=math.inf)
+
+
+@dataclass(frozen=True)
+class TruncatedImportanceSampling(_Capped):
     """f(w) = min(w, cap).
 
     Truncated importance sampling (Ionides 2008) between the sampling and the training engine (Yao
@@ -49,32 +58,18 @@ class TruncatedImportanceSampling:
     with a variance that grows with the length.
     """
 
-    cap: float = 2.0
-    level: Level = "token"
-
-    def __post_init__(self) -> None:
-        check_value("level", self.level, choices=LEVELS)
-        check_value("cap", self.cap, above=0, below=math.inf)
-
     def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         return capped_exp(_at_level(log_ratio, self.level), self.cap)
 
 
 @dataclass(frozen=True)
-class MaskedImportanceSampling:
+class MaskedImportanceSampling(_Capped):
     """f(w) = w if w <= cap, else 0.
 
     Masked importance sampling (Liu et al. 2025, "When Speed Kills Stability: Demystifying RL
     Collapse from the Training-Inference Mismatch"): drops the tokens that truncation would keep
     with weight `cap`. `level="sequence"` drops whole samples.
     """
-
-    cap: float = 2.0
-    level: Level = "token"
-
-    def __post_init__(self) -> None:
-        check_value("level", self.level, choices=LEVELS)
-        check_value("cap", self.cap, above=0, below=math.inf)
 
     def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         at_level = _at_level(log_ratio, self.level)
