@@ -78,12 +78,10 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
     if run.algo.rescores is not None:
         macro = await _rescore(run, macro, run.algo.rescores)
     if run.algo.reads_reference:
-        attached = _read_attached(run, macro)
-        scored = 0.0 if attached is not None else float(len(macro.items))
-        if attached is None:
-            macro = await _add_reference(run, macro)
-        else:
-            macro = replace(macro, token_columns={**macro.token_columns, "reference_logps": attached})
+        logps = _read_attached(run, macro)
+        scored = float(len(macro.items)) if logps is None else 0.0
+        logps = await _score_reference(run, macro) if logps is None else logps
+        macro = replace(macro, token_columns={**macro.token_columns, "reference_logps": logps})
         stats["reference/scored"] = _sum_over_ranks(run, macro, [scored])[0]
     groups = None
     if run.algo.batch_credit is not None:
@@ -108,8 +106,7 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
     if bound is not None or (run.algo.correction is not None and (distills or several)):
         skips = bound is None and not distills and skips_zero_weight(run)
         trees = computes_trees(run.backend)
-        forward = _own_forward(run)
-        macro = await add_token_column(macro, "proximal_logps", run.cfg, forward, skip_zero_weight=skips, trees=trees)
+        macro = await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips, trees=trees)
         if bound is not None:
             bounds = np.full(len(macro.items), bound(_gather_log_ratios(run, macro)))
             macro = replace(macro, sample_columns={**macro.sample_columns, LOG_RATIO_BOUND: bounds})
@@ -199,12 +196,8 @@ async def _rescore(run: TrainerState, macro: MacroBatch, rescores: Callable[[SAW
     if not has_logps:  # other ranks' samples have
         return macro
     logps = {**_sampled(run, macro), **{int(row): own[int(row)] for row in rows}}
-    sums = _sum_rows(logps, macro)
-    return replace(
-        macro,
-        token_columns={**macro.token_columns, "actor_logps": logps},
-        sample_columns={**macro.sample_columns, "old_logp_action": sums},
-    )
+    facts = {**macro.sample_columns, "old_logp_action": _sum_rows(logps, macro)}
+    return replace(macro, token_columns={**macro.token_columns, "actor_logps": logps}, sample_columns=facts)
 
 
 def _distil(run: TrainerState, macro: MacroBatch, distillation: Distillation) -> MacroBatch:
@@ -223,7 +216,8 @@ def _credit(item: SAWItem, count: int) -> NDArray[np.float64]:
     return np.full(count, item.weight) if values is None else _predicted(item, values)
 
 
-async def _add_reference(run: TrainerState, macro: MacroBatch) -> MacroBatch:
+async def _score_reference(run: TrainerState, macro: MacroBatch) -> dict[int, Tensor]:
+    """Row -> [A] log-probabilities of the reference, or of each sample's teacher."""
     reference = run.reference
     assert reference is not None  # resolve_reference gave one, or raised
     if run.algo.distillation is not None:
@@ -231,13 +225,12 @@ async def _add_reference(run: TrainerState, macro: MacroBatch) -> MacroBatch:
 
         if isinstance(reference, Teachers):
             return await _ask_teachers(run, macro, reference)
-    return await add_token_column(
-        macro, "reference_logps", run.cfg, _forward_of(run, reference), skip_zero_weight=False, trees=computes_trees(reference)
-    )
+    rows = np.arange(len(macro.items))
+    return await score_rows(macro, rows, run.cfg, _forward_of(run, reference), trees=computes_trees(reference))
 
 
-async def _ask_teachers(run: TrainerState, macro: MacroBatch, teachers: Teachers) -> MacroBatch:
-    """The batch with the log-probabilities of each sample's teacher. All ranks ask each in turn."""
+async def _ask_teachers(run: TrainerState, macro: MacroBatch, teachers: Teachers) -> dict[int, Tensor]:
+    """The log-probabilities of each sample's teacher. All ranks ask each in turn."""
     from ludic.training.distillation import show_prompts
 
     logps: dict[int, Tensor] = {}
@@ -249,7 +242,7 @@ async def _ask_teachers(run: TrainerState, macro: MacroBatch, teachers: Teachers
         seen = macro if teacher.prompt is None else replace(MacroBatch.ingest(items, run.cfg.max_seq_len), share=macro.share)
         scored = await score_rows(seen, rows, run.cfg, forward)
         logps |= {int(row): scored[int(row)] for row in rows}
-    return replace(macro, token_columns={**macro.token_columns, "reference_logps": logps})
+    return logps
 
 
 def _forward_of(run: TrainerState, reference: ReferencePolicy) -> ForwardLogps:
@@ -346,11 +339,9 @@ async def score_rows(
     whole = (TreeMiniBatch if trees else MiniBatch)(batch, rows, cfg, skip_zero_weight=skip_zero_weight)
     logps_by_row: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):
-        logps = await forward(micro_batch)
-        values = split_actions(logps, micro_batch.tensors)
-        logps_by_row.update(
-            zip(map(int, whole.micro_batch_rows(index)), values, strict=False)
-        )  # padding rows belong to no sample
+        values = split_actions(await forward(micro_batch), micro_batch.tensors)
+        # Padding rows belong to no sample.
+        logps_by_row.update(zip(map(int, whole.micro_batch_rows(index)), values, strict=False))
     if batch.share is not None:
         logps_by_row = exchange_rows(logps_by_row, batch, cfg.model_device, width)
     return logps_by_row
