@@ -97,7 +97,7 @@ class DPOTrainer(Trainer):
             raise ConfigError(
                 f"DPOTrainer needs DPOLoss or KTOLoss, and {algo.name} has {loss_name(loss)}; use make_dpo() or RMTrainer"
             )
-        self._loss = loss
+        self.cfg, self._loss = cfg, loss
         if lora_config is not None:
             model = apply_lora(require_model(model), lora_config)
         if model is not None and not is_sharded(model):
@@ -109,24 +109,25 @@ class DPOTrainer(Trainer):
         """The log-probabilities of the reference; None if the loss reads none."""
         if loss.reads_reference:
             parts = (_list_pairs(pairs, batch_source), eval_items or ())
-            batches: list[MacroBatch] = [_ingest(part, cfg, loss) for part in parts if part]
+            batches: list[MacroBatch] = [self._ingest(part) for part in parts if part]
             if isinstance(loss, KTOLoss):
                 for batch in batches:
                     self._mismatched |= mismatch_answers(batch, cfg.max_seq_len)
                 batches.append(MacroBatch.ingest(list(self._mismatched.values()), cfg.max_seq_len))
             reference = self.reference_logps = _open_reference(reference, batches, cfg, passes, model, reference_file)
         if eval_items:
-            options["evaluator"] = self._make_evaluator(passes, eval_items, cfg)
+            options["evaluator"] = self._make_evaluator(passes, eval_items)
         super().__init__(
             model=model, algo=algo, batch_source=batch_source, cfg=cfg, reference=reference, backend=backend, **options
         )
 
-    def _make_evaluator(self, passes: ForwardPasses, items: Sequence[SAWItem], cfg: DPOTrainerConfig) -> ImplicitRewardEvaluator:
+    def _make_evaluator(self, passes: ForwardPasses, items: Sequence[SAWItem]) -> ImplicitRewardEvaluator:
         known, mismatched = self.reference_logps, self._mismatched
-        return ImplicitRewardEvaluator(passes, items, cfg, loss=self._loss, reference=known, mismatched=mismatched)
+        return ImplicitRewardEvaluator(passes, items, self.cfg, loss=self._loss, reference=known, mismatched=mismatched)
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
-        return _ingest(items, self.cfg, self._loss)
+        require_complete = isinstance(self._loss, DPOLoss)
+        return PreferenceMacroBatch.ingest_pairs(items, self.cfg.max_seq_len, require_complete=require_complete)
 
     async def _prepare(self, macro: MacroBatch, batch_number: int | None) -> Prepared:
         prepared = await super()._prepare(macro, batch_number)
@@ -162,14 +163,10 @@ class DPOTrainer(Trainer):
         `eval_loss`, `eval_rewards/accuracies` and so on (`ImplicitRewardEvaluator`)."""
         evaluator = self.evaluator
         if items is not None:
-            evaluator = self._make_evaluator(self.backend, items, self.cfg)
+            evaluator = self._make_evaluator(self.backend, items)
         if not isinstance(evaluator, ImplicitRewardEvaluator):
             raise ConfigError("there are no pairs to evaluate; pass them, or eval_items= to DPOTrainer")
         return {f"eval_{name}": value for name, value in evaluator.measure().items()}
-
-
-def _ingest(items: Sequence[SAWItem], cfg: DPOTrainerConfig, loss: DPOLoss | KTOLoss) -> PreferenceMacroBatch:
-    return PreferenceMacroBatch.ingest_pairs(items, cfg.max_seq_len, require_complete=isinstance(loss, DPOLoss))
 
 
 def mismatch_answers(batch: MacroBatch, max_seq_len: int) -> dict[bytes, SAWItem]:
