@@ -38,7 +38,7 @@ from ludic.training import (
     make_ppo,
     make_reinforce,
 )
-from ludic.training.preparation import _own_forward, prepare, score_rows
+from ludic.training.preparation import own_forward, prepare, score_rows
 from ludic.types import Rollout, Step
 
 TURNS = (1, 3, 2, 1)
@@ -112,7 +112,7 @@ def test_without_values_the_gradient_is_that_of_reinforce():
 def columns_of_sampler(trainer, items):
     """Log-probabilities of the trainer itself, so that every ratio is 1."""
     macro = trainer._ingest(items)
-    scored = asyncio.run(score_rows(macro, np.arange(len(items)), trainer.cfg, _own_forward(trainer)))
+    scored = asyncio.run(score_rows(macro, np.arange(len(items)), trainer.cfg, own_forward(trainer)))
     return [SampleAttachments(ActorTokenLogps(scored[row].tolist())) for row in range(len(items))]
 
 

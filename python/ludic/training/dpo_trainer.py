@@ -36,7 +36,7 @@ from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.loss.dpo import DPOLoss
 from ludic.training.loss.kto import KTOLoss
-from ludic.training.preparation import Prepared, score_rows
+from ludic.training.preparation import Prepared, own_forward, score_rows
 from ludic.training.reference import PrecomputedReference, computes_trees, item_key
 from ludic.training.rm_config import DPOTrainerConfig as DPOTrainerConfig
 from ludic.training.trainer import Trainer
@@ -140,17 +140,13 @@ class DPOTrainer(Trainer):
         """z_0 of KTO: the mean log-ratio of the mismatched answers of all ranks, at least 0."""
         reference = self.reference_logps
         assert reference is not None
-
-        async def forward(micro_batch: MicroBatch) -> Tensor:
-            return await self.compute(lambda backend: forward_action_logprobs(backend, micro_batch))
-
         items = [self._mismatched[item_key(item)] for item in macro.items]
         batch = replace(MacroBatch.ingest(items, self.cfg.max_seq_len), share=macro.share)
         rows = np.arange(len(batch.items))
-        own = await score_rows(batch, rows, self.cfg, forward, trees=computes_trees(self.backend))
+        own = await score_rows(batch, rows, self.cfg, own_forward(self), trees=computes_trees(self.backend))
         known = torch.cat([reference.of_item(item) for item in batch.items])
         sums = [float((torch.cat([own[int(row)] for row in rows]).cpu().double() - known.double()).sum()), float(len(rows))]
-        total, count = sums if macro.share is not None else ranks.sum_over_ranks(sums, self.cfg.model_device)
+        total, count = macro.sum_over_ranks(sums, self.cfg.model_device)
         return max(0.0, total / count)
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:

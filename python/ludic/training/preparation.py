@@ -82,7 +82,7 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
         scored = float(len(macro.items)) if logps is None else 0.0
         logps = await _score_reference(run, macro) if logps is None else logps
         macro = replace(macro, token_columns={**macro.token_columns, "reference_logps": logps})
-        stats["reference/scored"] = _sum_over_ranks(run, macro, [scored])[0]
+        stats["reference/scored"] = macro.sum_over_ranks([scored], run.cfg.model_device)[0]
     groups = None
     if run.algo.batch_credit is not None:
         weighed = _weigh(run, run.algo.batch_credit, macro)
@@ -106,7 +106,7 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
     if bound is not None or (run.algo.correction is not None and (distills or several)):
         skips = bound is None and not distills and skips_zero_weight(run)
         trees = computes_trees(run.backend)
-        macro = await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips, trees=trees)
+        macro = await add_token_column(macro, "proximal_logps", run.cfg, own_forward(run), skip_zero_weight=skips, trees=trees)
         if bound is not None:
             bounds = np.full(len(macro.items), bound(_gather_log_ratios(run, macro)))
             macro = replace(macro, sample_columns={**macro.sample_columns, LOG_RATIO_BOUND: bounds})
@@ -123,12 +123,12 @@ def _measure_seeds(run: TrainerState, macro: MacroBatch) -> dict[str, float]:
     if SEED_ID not in macro.sample_columns:
         return {}
     seeds = macro.sample_columns[SEED_ID]
-    seeded, total = _sum_over_ranks(run, macro, [float((seeds >= 1).sum()), float(len(seeds))])
+    seeded, total = macro.sum_over_ranks([float((seeds >= 1).sum()), float(len(seeds))], run.cfg.model_device)
     stats = {"seed/seeded_frac": seeded / max(total, 1.0)}
     weights = macro.sample_columns.get("listwise_weight")
     if weights is not None:
         groups = _number(_read_groups(macro))
-        plain, tagged, count = _sum_over_ranks(run, macro, list(sum_weight_entropies(weights, groups, seeds)))
+        plain, tagged, count = macro.sum_over_ranks(list(sum_weight_entropies(weights, groups, seeds)), run.cfg.model_device)
         if count:
             stats["seed/plain_entropy"], stats["seed/seeded_entropy"] = plain / count, tagged / count
             stats["seed/entropy_gap"] = (plain - tagged) / count
@@ -190,9 +190,9 @@ async def _rescore(run: TrainerState, macro: MacroBatch, rescores: Callable[[SAW
     reported for samples which `rescores` names."""
     has_logps = macro.table.has_actor_logps
     rows = np.flatnonzero([has_logps and rescores(item) for item in macro.items])
-    if not _sum_over_ranks(run, macro, [float(len(rows))])[0]:
+    if not macro.sum_over_ranks([float(len(rows))], run.cfg.model_device)[0]:
         return macro
-    own = await score_rows(macro, rows, run.cfg, _own_forward(run), trees=computes_trees(run.backend))
+    own = await score_rows(macro, rows, run.cfg, own_forward(run), trees=computes_trees(run.backend))
     if not has_logps:  # other ranks' samples have
         return macro
     logps = {**_sampled(run, macro), **{int(row): own[int(row)] for row in rows}}
@@ -238,7 +238,7 @@ async def _ask_teachers(run: TrainerState, macro: MacroBatch, teachers: Teachers
         parts = list(teachers.divide(macro.items))
         shown = [show_prompts(macro.items, rows, teacher, run.cfg.max_seq_len) for teacher, rows in parts]
     for (teacher, rows), items in zip(parts, shown, strict=True):
-        forward = _own_forward(run) if teacher.policy is None else _forward_of(run, teacher.policy)
+        forward = own_forward(run) if teacher.policy is None else _forward_of(run, teacher.policy)
         seen = macro if teacher.prompt is None else replace(MacroBatch.ingest(items, run.cfg.max_seq_len), share=macro.share)
         scored = await score_rows(seen, rows, run.cfg, forward)
         logps |= {int(row): scored[int(row)] for row in rows}
@@ -273,7 +273,7 @@ def _weigh(run: TrainerState, credit: BatchCredit, macro: MacroBatch) -> Weighed
 
     def add(values: list[float]) -> list[float]:
         meet()
-        return _sum_over_ranks(run, macro, values)
+        return macro.sum_over_ranks(values, run.cfg.model_device)
 
     def largest(values: list[float]) -> list[float]:
         meet()
@@ -293,13 +293,13 @@ async def _log_tokens(run: TrainerState, macro: MacroBatch, number: int) -> None
     if run.token_log is None or not run.token_log.is_due(number):
         return
     rows, trees = np.arange(len(macro.items)), computes_trees(run.backend)
-    logps = await score_rows(macro, rows, run.cfg, _own_forward(run), trees=trees)
+    logps = await score_rows(macro, rows, run.cfg, own_forward(run), trees=trees)
     with ranks.agree("logging the tokens of a batch"):
         if ranks.rank() == 0:
             run.token_log.write(macro, logps)
 
 
-def _own_forward(run: TrainerState) -> ForwardLogps:
+def own_forward(run: TrainerState) -> ForwardLogps:
     """Scores micro-batches with the weights as they are."""
 
     async def forward(micro_batch: MicroBatch) -> Tensor:
@@ -362,11 +362,6 @@ def candidates_of(macro: MacroBatch) -> Candidates:
         reference_logp=None if reference is None else _sum_rows(reference, macro),
         behaviour_logp=_behaviour(macro),
     )
-
-
-def _sum_over_ranks(run: TrainerState, macro: MacroBatch, values: list[float]) -> list[float]:
-    """For a batch that all ranks have, the sums of one rank are used."""
-    return values if macro.share is not None else ranks.sum_over_ranks(values, run.cfg.model_device)
 
 
 def _read_groups(macro: MacroBatch) -> list[tuple[object, object]]:

@@ -170,6 +170,10 @@ class MacroBatch:
             placed += len(groups[group])
         return [np.array(part, dtype=np.int64) for part in parts]
 
+    def sum_over_ranks(self, values: list[float], device: torch.device | str) -> list[float]:
+        """The sums; of a batch that all ranks have, the values of one rank."""
+        return values if self.share is not None else ranks.sum_over_ranks(values, device)
+
     def name(self, row: int) -> str:
         """`rollout_id/step_index` of a sample."""
         meta = self.items[row].meta

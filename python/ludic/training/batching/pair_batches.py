@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ludic import _core
 from ludic.errors import shorten_names
-from ludic.training import ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
 from ludic.training.batching.packing import MicroBatch, Packing, Rows, refuse_columns, select_rows, truncate_and_flag
@@ -158,9 +157,8 @@ class PreferenceMiniBatch(SampleMiniBatch):
     def _totals(self, rows: Rows) -> BatchTotals:
         pairs, table = rows[self._in_pairs].reshape(-1, 2), self.batch.table
         preferred = [row + (self.batch.items[row].meta["label"] < 0.5) for row in pairs[:, 0]]  # chosen, or else rejected
-        sums = [float(counts[preferred].sum()) for counts in (table.target_counts, table.lengths - 1)]
-        if self.batch.share is None:
-            sums = ranks.sum_over_ranks(sums, self.cfg.model_device)
+        own = [float(counts[preferred].sum()) for counts in (table.target_counts, table.lengths - 1)]
+        sums = self.batch.sum_over_ranks(own, self.cfg.model_device)
         measured = dict(zip((PREFERRED_TOKENS, PREFERRED_LENGTH), map(torch.tensor, sums), strict=True))
         return replace(batch_totals(self.batch, rows, self.cfg.model_device, num_pairs=float(len(pairs))), measured=measured)
 
