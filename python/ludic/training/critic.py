@@ -34,7 +34,7 @@ from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.torch import TorchBackend
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, rows_by_key
 from ludic.training.batching.packing import MicroBatch, refuse_columns
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
@@ -43,6 +43,8 @@ from ludic.training.loss.context import SharedContext
 from ludic.training.loss.value import RETURNS, VALUES, CriticSettings, ValueLoss
 
 T = TypeVar("T")
+Columns = list[NDArray[np.float64]]
+"""[A] or [A, 2] numbers of the action tokens of each row."""
 
 
 class ValueHead(nn.Module):
@@ -148,29 +150,23 @@ class Critic:
 
     @torch.no_grad()
     def _values(self, micro_batch: MicroBatch) -> Tensor:
-        """[B, T - 1, 2] value before and after each next token."""
         loss = self.backend.algo.loss
         with evaluation_mode(self.backend.model), autocast(self.cfg), self.backend.counting(micro_batch, "values"):
             shared = SharedContext(*forward_for_loss(self.backend.model, micro_batch.tensors, loss))
         return torch.stack([shared.values(), shared.values(after=True)], dim=-1)
 
-    def _estimate(
-        self, macro: MacroBatch, values: list[NDArray[np.float64]]
-    ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+    def _estimate(self, macro: MacroBatch, values: Columns) -> tuple[Columns, Columns]:
         """Advantages and returns, [A] for each row, from values [A, 2]. Rows of an episode follow
         each other by their step; with `bootstrap`, an episode that did not terminate goes on with
         the value after its last token. The reward of a step belongs to its last token, of one
         without tokens (`macro.dropped`) to the last token before it."""
         every = [*macro.items, *macro.dropped]
-        episodes: dict[object, list[int]] = {}
-        for row, item in enumerate(every):
-            key = (item.meta.get("rollout_id", ("row", row)), item.meta.get("agent_id"))
-            episodes.setdefault(key, []).append(row)
+        keys = [(item.meta.get("rollout_id", ("row", row)), item.meta.get("agent_id")) for row, item in enumerate(every)]
         rewards = [np.zeros(len(each)) for each in values]
         order: list[int] = []
         lengths: list[int] = []
         last: list[float] = []
-        for steps in episodes.values():
+        for steps in rows_by_key(keys):
             steps.sort(key=lambda row: every[row].meta.get("step_index", 0))
             own: list[int] = []
             for row in steps:
@@ -239,23 +235,15 @@ def _check_critic(model: nn.Module, policy: nn.Module) -> None:
 
 
 def _measure(
-    macro: MacroBatch,
-    advantages: list[NDArray[np.float64]],
-    returns: list[NDArray[np.float64]],
-    values: list[NDArray[np.float64]],
-    device: str,
+    macro: MacroBatch, advantages: Columns, returns: Columns, values: Columns, device: str
 ) -> tuple[dict[str, float], tuple[float, float]]:
     """Statistics over the action tokens of all ranks, and mean and standard deviation of the
     advantages. Of equal returns no variance can be explained: there is no `explained_variance`."""
-
-    def add(sums: list[float]) -> list[float]:
-        return sums if macro.share is not None else ranks.sum_over_ranks(sums, device)
-
     advantage, target, value = (np.concatenate(each) for each in (advantages, returns, values))
     columns = (advantage, target, value, target - value)
-    count, *sums = add([float(len(target)), *(float(each.sum()) for each in columns)])
+    count, *sums = macro.sum_over_ranks([float(len(target)), *(float(each.sum()) for each in columns)], device)
     means = [each / count for each in sums]
-    squares = add([float(((each - mean) ** 2).sum()) for each, mean in zip(columns, means, strict=True)])
+    squares = macro.sum_over_ranks([float(((each - mean) ** 2).sum()) for each, mean in zip(columns, means, strict=True)], device)
     stats = {"critic/return": means[1], "critic/value": means[2]}
     if squares[1] > 0:
         stats["critic/explained_variance"] = 1.0 - squares[3] / squares[1]
