@@ -60,7 +60,9 @@ def train(output: Path, name: str, arguments: list[str]) -> tuple[dict[str, Any]
     if done.exit_code:
         raise SystemExit(done.output[-2000:])
     lines = [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["train/sampled_reward"] for line in lines if line["phase"] == "reinforce" and "train/sampled_reward" in line]
+    rewards = [
+        line["train/avg_sampled_reward"] for line in lines if line["phase"] == "reinforce" and "train/avg_sampled_reward" in line
+    ]
     means = [sum(part) / len(part) for part in (rewards[i : i + EVERY] for i in range(0, len(rewards), EVERY))]
     return json.loads((output / name / "summary.json").read_text()), means
 

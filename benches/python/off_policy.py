@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ludic.runs.command import RunCommand
@@ -53,7 +54,8 @@ def compare(output: Path, seed: int, arms: Sequence[str], extra: Sequence[str]) 
     for arm in arms:
         summary, lines = train(output, f"{arm}{seed}", *old, *ARMS[arm], *extra)
         before, after = (summary[when]["sampled_reward"] for when in ("before", "after"))
-        best = max(sum(line["train/avg_total_reward"] for line in lines[i : i + 5]) / 5 for i in range(len(lines) - 4))
+        rewards = [line["train/avg_total_reward"] for line in lines]  # a guard may stop the run before five steps
+        best = max(fmean(rewards[i : i + 5]) for i in range(max(1, len(rewards) - 4)))
         ess = sorted(line["mismatch/ess"] for line in lines if "mismatch/ess" in line)
         acted = max(line.get("guard/lowered", 0) + line.get("guard/skipped", 0) for line in lines)
         cells = [f"{before:.3f}", f"{best:.3f}", f"{after:.3f}", "yes" if after < before else "no"]
