@@ -31,7 +31,17 @@ from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.loss import CompositeLoss, EntropyBonus, LossTerm, SharedContext
 from ludic.training.loss.logprobs import compute_among_candidates
 from ludic.training.preflight.comparison import compare
-from ludic.training.queue.entries import Group, SampleGroup, as_played, decode_group, decode_samples, encode_group, encode_samples
+from ludic.training.queue.entries import (
+    EntryError,
+    Group,
+    SampleGroup,
+    as_played,
+    decode_group,
+    decode_samples,
+    encode_group,
+    encode_samples,
+)
+from ludic.training.rollouts.episodes import GarbageError, SampleCheck, check_rollouts
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.types import Rollout, Step, TokenTrace
 
@@ -172,6 +182,18 @@ def test_candidates_travel_with_their_rollout():
     step = Step(0, "o", "a", None, 1.0, False, True, trace=trace)
     group = Group("run", 0, 0, 0, "actor", 0.0, 0.0, as_played([Rollout(id="r", steps=[step])]))
     assert decode_group(encode_group(group)).played[0].steps[0].trace.candidates == [[2, 7], []]
+
+
+def test_an_entry_with_candidates_outside_the_vocabulary_is_refused():
+    item = SAWItem([5, 7], [1] * 2, [0, 1], 1.0, {}, SampleAttachments(candidates=[[7, 260]]))
+    entry = encode_samples(SampleGroup("p", 0, [item]))
+    assert len(decode_samples(entry, check=SampleCheck(vocab_size=261)).items) == 1
+    with pytest.raises(EntryError, match=r"candidates .*260"):
+        decode_samples(entry, check=SampleCheck(vocab_size=260))
+    trace = TokenTrace([5], [7], [-0.5], "stop", [[7, 260]])
+    rollout = Rollout(id="r", steps=[Step(0, "o", "a", None, 1.0, False, True, trace=trace)])
+    with pytest.raises(GarbageError, match=r"candidates .*260"):
+        check_rollouts([rollout], SampleCheck(vocab_size=260))
 
 
 @pytest.mark.parametrize(

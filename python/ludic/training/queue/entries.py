@@ -459,5 +459,6 @@ def _check_sample(item: SAWItem, check: SampleCheck) -> None:
         if value is not None and not is_reward(value):
             raise EntryError(f"{name} of a sample is {value!r}; it must be a finite number of float32")
     logps = None if item.actor_logps is None else stored(item.actor_logps, "token_logps")
-    if fault := check.find_fault(item.meta, stored(item, "input_ids"), logps):
+    fault = check.find_fault(item.meta, stored(item, "input_ids"), logps)
+    if fault := fault or check.find_candidate_fault(item.attachments.candidates):
         raise EntryError(f"a sample has {fault}")

@@ -207,7 +207,14 @@ class SampleCheck:
             return fault or self.find_fault(step.info)
         prompt, completion, logps = trace_columns(step.trace)
         fault = fault or self.find_fault(step.info, prompt if len(prompt) else completion)
-        return fault or find_token_fault(completion, logps, self.vocab_size)
+        fault = fault or find_token_fault(completion, logps, self.vocab_size)
+        return fault or self.find_candidate_fault(step.trace.candidates)
+
+    def find_candidate_fault(self, candidates: Sequence[Any] | None) -> str | None:
+        """The same for the candidates of tokens."""
+        ids = [] if candidates is None else [token for each in candidates for token in each]
+        fault = find_token_fault(ids, None, self.vocab_size)
+        return fault and f"among its candidates {fault}"
 
 
 def check_rollouts(returned: Any, check: SampleCheck | None = None) -> list[Rollout]:
