@@ -33,10 +33,12 @@ def commands():
 
 def test_the_training_commands_of_the_page_are_recipes():
     shown = [command[command.index("train") + 1 :] for command in commands() if "train" in command]
-    assert len(shown) == 11
+    assert len(shown) == 12
     for arguments in shown:
         recipe = compose(arguments)
-        assert choose_kind(recipe.inference) == ("local" if recipe.callbacks.guard.ess else "vllm")
+        assert choose_kind(recipe.inference) == (
+            "local" if recipe.callbacks.guard.ess or recipe.rollout.keep_candidates else "vllm"
+        )
         build_algorithm(recipe)
 
 

@@ -57,9 +57,9 @@ class Completion:
     forward pass computes the same."""
     drawn_logprobs: list[float] = field(default_factory=list)
     """The same under the distribution sampled from: after penalties, temperature and top-p."""
+    finish_reason: str = "length"
     candidates: list[list[int]] = field(default_factory=list)
     """If they are kept: of each token the ids that it was sampled among, [] for all."""
-    finish_reason: str = "length"
 
 
 @dataclass(frozen=True)
