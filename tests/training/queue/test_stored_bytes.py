@@ -47,8 +47,8 @@ def test_a_group_of_a_queue():
     assert group.played.num_requested == 3
     played = PlayedRollouts(ROLLOUTS, RolloutCounts(2, 1, 0, 0, 0), [ANSWERED], num_requested=3)
     newer = Group("run", 7, 3, 1, "actor0", 1.5, 2.5, played)
-    # behind the checksum, two things differ: the failure has 8 fields and not 6, with its two texts,
-    # and a trace 5 and not 4, the last without candidates
+    # behind the checksum, two things differ: the failure has 8 fields and not 6, with its two
+    # texts, and a trace 5 and not 4, the last without candidates
     traces = GROUP[22:-18].replace(b"\x94\xc4", b"\x95\xc4")
     for end, number in ((b"\xa4stop", b"\x09"), (b"\xc0", b"\x0a\x9a"), (b"\xc0\xc0", b"\x0b")):  # and the step's number after it
         assert traces.count(end + number) == 1
