@@ -161,6 +161,8 @@ class SampleAttachments:
     def __post_init__(self) -> None:
         if self.candidates is not None and not isinstance(self.candidates, Sequence):
             raise DataTypeError(f"candidates must be a list of ids for each token, got {type(self.candidates).__name__}")
+        if self.reference_logps is None and self.action_fractions is None and not self.token_columns:
+            return  # nothing more to check: the most samples, of which there are thousands
         own = {"reference_logps": self.reference_logps, "action_fractions": self.action_fractions}
         for name, values in {**own, **self.token_columns}.items():
             if values is not None and not (is_float_array(values) or is_list_of(values, float, int)):

@@ -97,6 +97,11 @@ class MacroBatch:
         return cls(retained, table, empty, without, dropped)
 
     @cached_property
+    def has_candidates(self) -> bool:
+        """Whether any sample has candidates (`batching.candidates`)."""
+        return any(item.attachments.candidates is not None for item in self.items)
+
+    @cached_property
     def has_weight(self) -> NDArray[np.bool_]:
         """[N] whether any token of the sample has credit."""
         if not len(self.table):
@@ -340,7 +345,8 @@ class MiniBatch:
         tensors = count_in_part(to_tensors(columns, self.cfg.model_device))
         for name, by_row in self.batch.token_columns.items():
             tensors[name] = collate_actions([by_row.get(int(row)) for row in rows], tensors)
-        tensors |= collate_candidates([self.batch.items[row] for row in rows], tensors)
+        if self.batch.has_candidates:
+            tensors |= collate_candidates([self.batch.items[row] for row in rows], tensors)
         tensors |= to_tensors(
             {name: column[rows].astype(np.float32) for name, column in self.batch.sample_columns.items()}, self.cfg.model_device
         )

@@ -129,8 +129,8 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
                 None if own is None else ActorTokenLogps(own),
                 None,
                 None if parts is None else parts.tolist(),
-                {name: np.asarray(rows[row]) for name, rows in columns.items() if rows[row] is not None},
-                unpack_candidates(among),
+                {name: np.asarray(rows[row]) for name, rows in columns.items() if rows[row] is not None} if columns else {},
+                None if among is None else unpack_candidates(among),
             )
             for row, (own, parts, among) in enumerate(
                 zip(logps, fractions, packed.candidates or itertools.repeat(None, len(counts)), strict=True)
