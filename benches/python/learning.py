@@ -38,7 +38,7 @@ def run(recipe: str, algorithm: str, seed: int, settings: list[str], output: str
         [*command, f"seed={seed}", f"output={output}", *settings], stdout=subprocess.PIPE, text=True, check=True
     )
     summary: dict[str, Any] = json.loads(finished.stdout)
-    metrics = next(path for path in Path(output).glob("*/metrics.jsonl"))
+    metrics = next(Path(output).glob("*/metrics.jsonl"))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return {**summary, "lines": lines, "process_s": time.perf_counter() - started, "cpu_s": _cpu_seconds() - cpu_before}
 

@@ -108,8 +108,8 @@ class MemoryEstimate:
     trained: int
     """Number of them that are trained."""
     weights: int
-    """With the frozen copy that is the reference, if there is one. This and what is trained: with
-    those of the critic, if it is a model."""
+    """With the frozen copy that is the reference, if there is one. Weights, gradients
+    and optimizer include a critic that is a model."""
     gradients: int
     optimizer: int
     """The optimizer's state, and float32 masters of trained weights in half precision."""

@@ -96,6 +96,12 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
         raise ConfigError(f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size})")
     if recipe.info_seed.num_seeds and (task.max_turns > 1 or task.tool_use is not None):
         raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs a task of one turn; leave tools out, too")
+    cfg = recipe.trainer
+    if recipe.rollout.keep_candidates and (cfg.logits != "full" or cfg.prefix_sharing != "off" or not recipe.rollout.temperature):
+        raise ConfigError(
+            f"rollout.keep_candidates needs trainer.logits=full ({cfg.logits}), trainer.prefix_sharing=off "
+            f"({cfg.prefix_sharing}) and a rollout.temperature above 0 ({recipe.rollout.temperature:g}); set these too"
+        )
 
 
 def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None, **meta: Any) -> RolloutRequest:

@@ -38,14 +38,7 @@ def check_sharding_settings(section: ShardingSection, device: str) -> None:
 
 def check_sampling(recipe: Recipe) -> None:
     """Raise `ConfigError` if rank 0 would sample from a whole model that gets new weights at other
-    times than after each step: an evaluation, or a start from a checkpoint, brings them too. Also
-    for candidates that the trainer could not read."""
-    cfg = recipe.trainer
-    if recipe.rollout.keep_candidates and (cfg.logits != "full" or cfg.prefix_sharing != "off" or not recipe.rollout.temperature):
-        raise ConfigError(
-            f"rollout.keep_candidates needs trainer.logits=full ({cfg.logits}), trainer.prefix_sharing=off "
-            f"({cfg.prefix_sharing}) and a rollout.temperature above 0 ({recipe.rollout.temperature:g}); set these too"
-        )
+    times than after each step: an evaluation, or a start from a checkpoint, brings them too."""
     samples_here = choose_kind(recipe.inference) == "local" and not uses_queue(recipe)
     every = recipe.trainer.sync_every_steps
     if is_shared_out(recipe.sharding) and samples_here and recipe.steps and every != 1:
