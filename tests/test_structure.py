@@ -43,7 +43,7 @@ PROTOCOLS = {
     "an optional member of such an object": """
         HasActorLogps Stateful""",
     "two or more of ours": """
-        Addressed CompletesTokens GroupLog RewardWeightsClient Running WeightSource""",
+        Addressed CompletesTokens GroupLog RewardWeightsClient Running SamplesTokens WeightSource""",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""
 MAX_PATTERN_WORDS = 8

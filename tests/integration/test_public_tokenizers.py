@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.errors import ConfigError, DataError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams
+from ludic.inference.client import Sampled
 from ludic.inference.local.client import LocalChatClient, end_token_ids
-from ludic.inference.prompts.template import ChatTemplate, Dialogue, PromptTokens, find_turn_end
+from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.template import ChatTemplate, Dialogue, find_turn_end
 from ludic.recipes.epochs_schema import compose_sft
 from ludic.recipes.model import build_tokenizer
 from ludic.runs.data.preview import preview
@@ -29,6 +31,7 @@ from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.preflight.layouts import with_right_layout
 from ludic.training.samples.conversations import ChatTokenizer
+from ludic.types import TokenTrace
 
 pytestmark = pytest.mark.integration
 MODELS = Path(__file__).parents[2] / "target" / "models"
@@ -225,16 +228,16 @@ def test_a_run_of_one_step_can_be_viewed_and_its_rollouts_trained_on(tmp_path, n
 @pytest.mark.parametrize("name", ENDS)
 def test_later_turns_begin_with_the_sampled_ids_whatever_the_tokenizer_would_make_of_their_text(name):
     tokenizer = tokenizer_of(name)
-    prompts, talk, before = PromptTokens(tokenizer), list(TALKS["system"]), []
+    prompts, talk, before = PromptEncoder(tokenizer), list(TALKS["system"]), []
     for said in ("Paris", "the largest one, Lyon"):
-        ids = prompts.encode(Dialogue(talk))
-        assert ids[: len(before)] == before
-        assert tokenizer.decode(ids) == ChatTemplate(tokenizer).render(talk)
+        prompt = prompts.encode(Dialogue(talk))
+        assert prompt.ids[: len(before)] == before
+        assert tokenizer.decode(prompt.ids) == ChatTemplate(tokenizer).render(talk)
         # One token a character: not what the tokenizer makes of the word.
         answer = [token for letter in said for token in tokenizer.encode(letter, add_special_tokens=False)]
         assert answer != tokenizer.encode(said, add_special_tokens=False)
-        before = [*ids, *answer, tokenizer.convert_tokens_to_ids(ENDS[name])]
-        message = {"role": "assistant", "content": said}
-        prompts.remember_answer(Dialogue(talk), message, ids, before[len(ids) :])
+        before = [*prompt.ids, *answer, tokenizer.convert_tokens_to_ids(ENDS[name])]
+        trace = TokenTrace.from_arrays(prompt.ids, before[len(prompt.ids) :], None, "stop")
+        message = prompts.read_answer(prompt, Sampled(trace, True, 0)).message
         talk = [*talk, message, {"role": "user", "content": "Another?"}]
-    assert prompts.encode(Dialogue(talk))[: len(before)] == before
+    assert prompts.encode(Dialogue(talk)).ids[: len(before)] == before

@@ -80,3 +80,47 @@ def trained_text(tokenizer, tokens):
             pieces.append(tokenizer.decode(piece))
             piece = []
     return "|".join(pieces)
+
+
+TOOL_CHATML = (
+    "{% set ns = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > ns.asked %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML with tools in the format of Hermes. It shows the reasoning of answers after the last
+message of the user only."""
+
+
+@cache
+def bpe_tokenizer(template=TOOL_CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>"):
+    """A byte-level BPE tokenizer with a few hundred merges of English: most texts have other tokens
+    than a model that samples letter by letter."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    words = "the answer question look tool call name user assistant go on think done result four step number"
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|endoftext|>", *special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator([f"{one} {two}" for one in words.split() for two in words.split()], trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=eos, pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    made.chat_template = template
+    return made
+
+
+def spell(tokenizer, text):
+    """Ids of a text, one or more for each letter: not those that the tokenizer makes of it."""
+    return [token for letter in text for token in tokenizer(letter, add_special_tokens=False)["input_ids"]]

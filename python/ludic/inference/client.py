@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
@@ -144,6 +145,19 @@ class VersionedClient(ChatClient, Protocol):
         raise NotImplementedError(f"{type(self).__name__} does not know its version")
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What an engine sampled."""
+
+    trace: TokenTrace
+    ended: bool
+    """Whether the last sampled id ends a turn."""
+    policy_version: int
+    """The oldest version of the weights that sampled one of the tokens."""
+    weight_versions: Sequence[Mapping[str, Any]] = ()
+    """The version of each span of tokens, if the engine reports it."""
+
+
 @runtime_checkable
 class CompletesTokens(Protocol):
     """A client that can continue token ids, without a chat template."""
@@ -152,6 +166,18 @@ class CompletesTokens(Protocol):
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> TokenTrace:
         """Sample a completion of these ids."""
+        ...
+
+
+@runtime_checkable
+class SamplesTokens(CompletesTokens, Protocol):
+    """A client that also tells which weights sampled the completion. Asking for the version
+    afterwards would be too late: it may have changed."""
+
+    async def sample_tokens(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+    ) -> Sampled:
+        """`complete_tokens`, with the version of the weights."""
         ...
 
 

@@ -50,9 +50,14 @@ class SamplingParams:
         check_value("repetition_penalty", self.repetition_penalty, "1 changes nothing", above=0, below=math.inf)
         for name in ("frequency_penalty", "presence_penalty"):
             check_value(name, getattr(self, name), "0 changes nothing", least=-2, most=2)
-        texts = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
+        texts = self.stop_texts
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
             raise ConfigError(f"stop ({self.stop!r}) must be a text, or a list of texts, none empty, or null for the end token")
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
 
     @property
     def is_cut(self) -> bool:

@@ -12,15 +12,16 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
-from ludic.inference.client import PolicyPublisher, PushTarget, Weights
-from ludic.inference.prompts.template import Dialogue, PromptTokens
+from ludic.inference.client import PolicyPublisher, PushTarget, Sampled, Weights, current_episode
+from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.template import Dialogue
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
 from ludic.inference.servers.errors import AbortedError, RetryPolicy
 from ludic.inference.servers.http import HttpResponse, ServerCalls
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.responses import TokenId, check_tokens
-from ludic.types import ChatResponse, TokenTrace, read_list
+from ludic.types import ChatResponse, TokenTrace
 
 
 class _VersionAnswer(Struct):
@@ -109,7 +110,7 @@ class SGLangClient(PushTarget):
         self.server_url = self.server_urls[0] if self.server_urls else ""
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
         self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
-        self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
+        self._tokens = None if tokenizer is None else PromptEncoder(tokenizer)
         self._publisher: PolicyPublisher | None = None
         self._version = 0
 
@@ -118,25 +119,29 @@ class SGLangClient(PushTarget):
         for tools and extensions, which are for vLLM."""
         if self._tokens is None:
             raise ConfigError("SGLangClient needs a tokenizer to render chats; pass tokenizer=, or use complete_tokens")
-        if request.extensions is not None or request.tools is not None:
-            raise ConfigTypeError("SGLangClient takes no extensions and no tools; use VLLMChatClient for them")
-        dialogue = Dialogue(request.messages, (), request.chat_template_kwargs)
-        prompt = self._tokens.encode(dialogue)
-        trace, info = await self._sample(prompt, request.sampling, request.seed)
-        ids = read_list(trace, "completion_token_ids")
-        text = self._tokens.decode(ids[:-1] if info["ended_by_token"] else ids)
-        self._tokens.remember_answer(dialogue, {"role": "assistant", "content": text}, prompt, ids)
-        return request.return_.make_response(text, trace), info
+        if request.extensions is not None:
+            raise ConfigTypeError("SGLangClient takes no extensions; use VLLMChatClient for them")
+        episode = current_episode()
+        prompt = self._tokens.encode(Dialogue.of(request), episode)
+        sampled, info = await self._sample(prompt.ids, request.sampling, request.seed)
+        answer = self._tokens.read_answer(prompt, sampled, stops=request.sampling.stop_texts, episode=episode)
+        choice = {"index": 0, "message": answer.message, "finish_reason": answer.trace.finish_reason}
+        info["raw_response"] = {**info["raw_response"], "choices": [choice]}
+        return request.return_.make_response(answer.text, answer.trace), info
 
     async def complete_tokens(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> TokenTrace:
         """Continue a prompt of token ids."""
+        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed)).trace
+
+    async def sample_tokens(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+    ) -> Sampled:
+        """`complete_tokens`, with the version of the weights that sampled."""
         return (await self._sample(prompt_token_ids, sampling or SamplingParams(), seed))[0]
 
-    async def _sample(
-        self, prompt: Sequence[int], sampling: SamplingParams, seed: int | None
-    ) -> tuple[TokenTrace, dict[str, Any]]:
+    async def _sample(self, prompt: Sequence[int], sampling: SamplingParams, seed: int | None) -> tuple[Sampled, dict[str, Any]]:
         params = {**sampling.to_openai_kwargs(), **sampling.server_fields()}
         params["max_new_tokens"] = params.pop("max_tokens")
         if self._tokens is not None and self._tokens.extra_end_ids:
@@ -149,8 +154,9 @@ class SGLangClient(PushTarget):
             return _read_trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size)
 
         trace, info = await self._retries.run(lambda: self._pool.send(once), name=", ".join(self.server_urls))
-        version = version_number(info["weight_version"])
-        return trace, {**info, "policy_version": self._version if version is None else version}
+        version, ended = version_number(info["weight_version"]), info.pop("ended_by_token")
+        served = self._version if version is None else version
+        return Sampled(trace, ended, served), {**info, "policy_version": served}
 
     async def get_policy_version(self) -> int:
         """The version that was pushed last through this client."""

@@ -18,7 +18,8 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, LudicError, error_location
 from ludic.event_loop import call_outside_loop
 from ludic.inference import ChatCompletionRequest
-from ludic.inference.prompts.template import ChatTemplate, Dialogue, PromptTokens, read_template, read_template_kwargs
+from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.template import Dialogue, read_template, read_template_kwargs
 from ludic.recipes.schema import Recipe
 from ludic.runs.rollouts import make_evaluation_inference, make_protocol
 from ludic.tasks import Episode, EpisodicTask
@@ -167,11 +168,11 @@ class _Scripted:
     """Gives the answers in turn, and begins again after the last."""
 
     def __init__(self, answers: Sequence[str], tokenizer: Any, context: int | None) -> None:
-        self.answers, self._prompts, self._context, self._count = answers, PromptTokens(tokenizer), context, 0
+        self.answers, self._prompts, self._context, self._count = answers, PromptEncoder(tokenizer), context, 0
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         tools = () if request.tools is None else request.tools.tools
-        length = len(self._prompts.encode(Dialogue(request.messages, tools, request.chat_template_kwargs)))
+        length = len(self._prompts.encode(Dialogue(request.messages, tools, request.chat_template_kwargs)).ids)
         if self._context is not None and length >= self._context:
             raise ConfigError(
                 f"the prompt of turn {self._count + 1} has {length} tokens if the model answers {self.answers[0]!r}, "
@@ -196,7 +197,7 @@ def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: 
     show the task's tools."""
     if task.tool_use is not None:
         try:
-            ChatTemplate(tokenizer).check_tools(task.tool_use.schemas)
+            PromptEncoder(tokenizer).tool_format(task.tool_use.schemas)
         except ConfigError as error:
             names = ", ".join(function.__name__ for function in task.tool_use.functions)
             raise ConfigError(f"the model cannot be shown its tools ({names}): {error}; set chat_template=FILE") from error
@@ -229,7 +230,7 @@ class PromptLengths:
 
     def __init__(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
         self.system_prompt = recipe.rollout.system_prompt or task.system_prompt
-        self._task, self._tokens = task, PromptTokens(tokenizer)
+        self._task, self._tokens = task, PromptEncoder(tokenizer)
         self._tools = [] if task.tool_use is None else task.tool_use.schemas
 
     def measure(self, problem: Episode, *, with_system_prompt: bool = True) -> int:
@@ -238,7 +239,7 @@ class PromptLengths:
         observation, info = asyncio.run(first) if inspect.iscoroutine(first) else first
         context.on_env_reset(observation, info)
         arguments = read_template_kwargs(info, f"problem {problem['id']}")
-        return len(self._tokens.encode(Dialogue(context.on_before_act(), self._tools, arguments)))
+        return len(self._tokens.encode(Dialogue(context.on_before_act(), self._tools, arguments)).ids)
 
 
 def warn_of_long_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:

@@ -8,7 +8,8 @@ from tool_playing import TEMPLATE, call
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
 from ludic.inference.local.decode import Completion
-from ludic.inference.prompts.template import ChatTemplate, Dialogue, PromptEncoder, PromptTokens, select_tools
+from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.template import ChatTemplate, Dialogue
 from ludic.models.byte_tokenizer import EOS_ID, make_byte_tokenizer
 from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.tasks.digits import Addition
@@ -95,13 +96,23 @@ def test_a_template_that_ignores_tools_is_refused_when_tools_are_used():
         ChatTemplate(tokenizer()).render([user()], [TOOL])
 
 
-def test_a_tool_choice_that_cannot_be_enforced_is_refused():
-    assert select_tools(None) == []
-    assert select_tools(ToolRequest([TOOL])) == select_tools(ToolRequest([TOOL], None)) == [TOOL]
-    assert select_tools(ToolRequest([TOOL], "none")) == []
-    for forced in ("required", {"type": "function", "function": {"name": "add"}}):
-        with pytest.raises(ConfigError, match=r"tool_choice .* must be one of auto, none"):
-            select_tools(ToolRequest([TOOL], forced))
+def dialogue_of(tools):
+    return Dialogue.of(ChatCompletionRequest("m", [user()], tools=tools))
+
+
+def test_a_tool_choice_decides_which_tools_are_shown_and_forced():
+    assert dialogue_of(None).tools == dialogue_of(ToolRequest([TOOL], "none")).tools == ()
+    for choice in ("auto", None):
+        shown = dialogue_of(ToolRequest([TOOL], choice))
+        assert (shown.tools, shown.forced) == ([TOOL], None)
+    assert dialogue_of(ToolRequest([TOOL], "required")).forced == ""
+    assert dialogue_of(ToolRequest([], "required")).forced is None
+    named = {"type": "function", "function": {"name": "add"}}
+    assert dialogue_of(ToolRequest([TOOL], named)).forced == "add"
+    with pytest.raises(ConfigError, match=r"function of tool_choice \('sub'\) must be"):
+        dialogue_of(ToolRequest([TOOL], {"type": "function", "function": {"name": "sub"}}))
+    with pytest.raises(ConfigError, match=r"tool_choice \('any'\) .* auto, none, required"):
+        dialogue_of(ToolRequest([TOOL], "any"))
 
 
 def client_that_says(text, monkeypatch, template=TEMPLATE, finish="stop"):
@@ -189,23 +200,20 @@ def test_tools_that_the_template_ignores_fail_only_their_request():
     with pytest.raises(ConfigError, match="no chat template"):
         ask(client)
     assert ask(client, tools=ToolRequest([]))[0].completion_token_ids
-    with pytest.raises(ConfigError, match=r"tool_choice .* must be one of auto, none"):
+    with pytest.raises(ConfigError, match="no chat template"):
         ask(client, tools=ToolRequest([TOOL], "required"))
 
 
 def test_a_text_without_a_template_begins_as_the_tokenizer_begins_texts():
     """As with Gemma: its model was trained with `<bos>` before every text."""
     beginning = gemma_that_begins_texts()
-    for encoder in (PromptEncoder(beginning), PromptTokens(beginning)):
-        beginning.chat_template = FAMILIES["gemma"].template
-        [chat] = encoder.encode_batch([Dialogue([user("It is 4.")])])
-        assert chat.count(beginning.bos_token_id) == 1
-        beginning.chat_template = None
-        [plain] = type(encoder)(beginning).encode_batch([Dialogue([user("It is 4.")])])
-        [written] = type(encoder)(beginning).encode_batch([Dialogue([user("<bos>It is 4.")])])
-        assert plain == beginning("It is 4.")["input_ids"]
-        assert written.count(beginning.bos_token_id) == 1
-    assert PromptTokens(beginning).encode(Dialogue([user("It is 4.")])) == plain
+    encoder = PromptEncoder(beginning)
+    beginning.chat_template = FAMILIES["gemma"].template
+    assert encoder.encode(Dialogue([user("It is 4.")])).ids.count(beginning.bos_token_id) == 1
+    beginning.chat_template = None
+    plain, written = (PromptEncoder(beginning).encode(Dialogue([user(text)])).ids for text in ("It is 4.", "<bos>It is 4."))
+    assert plain == beginning("It is 4.")["input_ids"]
+    assert written.count(beginning.bos_token_id) == 1
     trained = tokenize_prompt_completion(beginning, "It is", " 4.", "row 1").input_ids
     assert trained[0] == beginning.bos_token_id
     pair = PreferenceItems(beginning).of_row({"chosen": "It is 4.", "rejected": "It is 5."}, "row 1", pair_id=0)

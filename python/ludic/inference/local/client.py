@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, InferenceError, check_value
 from ludic.event_loop import run_in_thread
-from ludic.inference.client import Episode, WeightSource, current_episode
+from ludic.inference.client import Episode, Sampled, WeightSource, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
-from ludic.inference.prompts.template import Dialogue, PromptEncoder, find_turn_end, select_tools
-from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
+from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.template import Dialogue, find_turn_end
+from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, refuse_extensions
 from ludic.models.packed_attention import pin_rope
 from ludic.models.published import copy_for_sampling, copy_streamed_weights, copy_weights
@@ -31,10 +32,8 @@ LogprobsMode = Literal["raw", "processed"]
 
 @dataclass
 class _Result:
-    prompt_ids: list[int]
-    completion: Completion
-    text: str
-    version: int
+    prompt: Prompt | list[int]
+    sampled: Sampled
 
 
 @dataclass
@@ -47,11 +46,6 @@ class _Job:
     seed: int | None
     result: asyncio.Future[_Result]
     episode: Episode | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        stop = self.sampling.stop
-        return [stop] if isinstance(stop, str) and stop else [s for s in stop or [] if s]
 
 
 @dataclass
@@ -72,7 +66,7 @@ class LocalChatClient:
 
     The prompt is rendered by the tokenizer's chat template if it has one; otherwise it is the
     contents of the messages, after the token with which the tokenizer begins texts. Tools need a
-    chat template that renders them; tool calls are parsed in the format of Hermes and Qwen models.
+    chat template that renders them; calls are read in the format in which the template writes them.
     The returned token ids are those that the model read and sampled; text is never tokenised again.
 
     `logprobs_mode="raw"` returns log-probabilities of the unmodified model, as the trainer computes
@@ -141,25 +135,28 @@ class LocalChatClient:
         or fails.
         """
         refuse_extensions(request, self)
-        tools = select_tools(request.tools)
-        result = await self._enqueue(
-            Dialogue(request.messages, tools, request.chat_template_kwargs), request.sampling, request.seed
-        )
-        finish_reason = result.completion.finish_reason
-        info: dict[str, Any] = {"policy_version": result.version}
-        if tools:
-            message = assistant_message(result.text, first_id=count_tool_calls(request.messages))
-            finish_reason = completion_finish_reason(finish_reason, message)
-            choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+        dialogue, episode = Dialogue.of(request), current_episode()
+        result = await self._enqueue(dialogue, request.sampling, request.seed)
+        assert isinstance(result.prompt, Prompt)
+        stops = request.sampling.stop_texts
+        answer = self._prompts.read_answer(result.prompt, result.sampled, stops=stops, episode=episode)
+        info: dict[str, Any] = {"policy_version": result.sampled.policy_version}
+        if dialogue.tools:
+            choice = {"index": 0, "message": answer.message, "finish_reason": answer.trace.finish_reason}
             info["raw_response"] = {"choices": [choice]}
-        return request.return_.make_response(result.text, self._trace(result, finish_reason)), info
+        return request.return_.make_response(answer.text, answer.trace), info
 
     async def complete_tokens(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> TokenTrace:
         """Continue token ids without changing them. Text is decoded only to find stop strings."""
-        result = await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed)
-        return self._trace(result, result.completion.finish_reason)
+        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed)).trace
+
+    async def sample_tokens(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+    ) -> Sampled:
+        """`complete_tokens`, with the version of the weights that sampled."""
+        return (await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed)).sampled
 
     async def get_policy_version(self) -> int:
         return self._version
@@ -197,11 +194,11 @@ class LocalChatClient:
         finally:
             self._busy.release()
 
-    def _trace(self, result: _Result, finish_reason: str) -> TokenTrace:
-        completion = result.completion
+    def _sampled(self, prompt_ids: list[int], completion: Completion, version: int) -> Sampled:
         logprobs = completion.logprobs if self.logprobs_mode == "raw" else completion.drawn_logprobs
-        trace = TokenTrace.from_arrays(result.prompt_ids, completion.token_ids, logprobs, finish_reason)
-        return replace(trace, candidates=completion.candidates) if any(completion.candidates) else trace
+        trace = TokenTrace.from_arrays(prompt_ids, completion.token_ids, logprobs, completion.finish_reason)
+        trace = replace(trace, candidates=completion.candidates) if any(completion.candidates) else trace
+        return Sampled(trace, not self._eos_ids.isdisjoint(completion.token_ids[-1:]), version)
 
     async def _enqueue(self, prompt: Dialogue | list[int], sampling: SamplingParams, seed: int | None) -> _Result:
         """Add a job to this event loop's queue and wait for its result."""
@@ -243,19 +240,23 @@ class LocalChatClient:
         version, bounds = self._version, Bounds.of(self.model)
         requests: dict[int, DecodeRequest] = {}
         results: dict[int, _Result | Exception] = {}
-        encoded = iter(self._prompts.encode_batch([job.prompt for job in batch if isinstance(job.prompt, Dialogue)]))
+        chats = [(job.prompt, job.episode) for job in batch if isinstance(job.prompt, Dialogue)]
+        encoded = iter(self._prompts.encode_batch(chats))
+        prompts: dict[int, Prompt | list[int]] = {}
         for i, job in enumerate(batch):
             try:
-                prompt = next(encoded) if isinstance(job.prompt, Dialogue) else job.prompt
-                if isinstance(prompt, Exception):
-                    raise prompt
+                made = next(encoded) if isinstance(job.prompt, Dialogue) else job.prompt
+                if isinstance(made, Exception):
+                    raise made
+                prompts[i], prompt = made, made.ids if isinstance(made, Prompt) else made
+                stops = job.sampling.stop_texts
                 room = bounds.room(prompt)
                 requests[i] = DecodeRequest(
                     prompt_ids=prompt,
                     sampling=job.sampling,
                     limit=job.sampling.max_tokens if room is None else min(room, job.sampling.max_tokens),
                     seed=job.seed,
-                    contains_stop=_make_stop_test(self.tokenizer, job.stops) if job.stops else None,
+                    contains_stop=_make_stop_test(self.tokenizer, stops) if stops else None,
                     is_abandoned=job.result.done,
                     episode=job.episode,
                     keep_candidates=self.keep_candidates,
@@ -266,13 +267,9 @@ class LocalChatClient:
             completions = decode(
                 self.model, list(requests.values()), eos_ids=self._eos_ids, pad_id=self._pad_id, prefixes=self._prefixes
             )
-            without_ends = [
-                c.token_ids[:-1] if c.token_ids and c.token_ids[-1] in self._eos_ids else c.token_ids for c in completions
-            ]
-            texts = self.tokenizer.batch_decode(without_ends, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for i, completion, text in zip(requests, completions, texts, strict=True):
+            for i, completion in zip(requests, completions, strict=True):
                 if all(map(math.isfinite, completion.logprobs)):
-                    results[i] = _Result(requests[i].prompt_ids, completion, _cut_at_stop(text, batch[i].stops), version)
+                    results[i] = _Result(prompts[i], self._sampled(requests[i].prompt_ids, completion, version))
                 else:
                     results[i] = InferenceError(
                         "the model's log-probabilities are not finite; check its weights and its number format"
@@ -318,12 +315,6 @@ def _make_stop_test(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]
         return any(stop in text for stop in stops)
 
     return contains_stop
-
-
-def _cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string."""
-    positions = [position for position in (text.find(stop) for stop in stops) if position >= 0]
-    return text[: min(positions)] if positions else text
 
 
 def end_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:

@@ -1,38 +1,21 @@
-"""A tokenizer's chat template: renders messages and tools, and knows the tokens that end a turn;
-and prompts as token ids, in which each turn of a dialogue begins with the ids of the previous turn.
+"""A tokenizer's chat template: renders messages and tools, and knows the tokens that end a turn.
 Whatever shows a conversation to a model renders it here."""
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ludic.errors import ConfigError, DataError, check_value
-from ludic.inference.prompts.tool_calls import CLOSING, OPENING, parse_tool_calls
-from ludic.inference.request import ToolRequest
+from ludic.inference.request import ChatCompletionRequest
 from ludic.types import Message
 
 _SET = ("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "return_dict")
 """Arguments of a rendering that no setting and no row may change."""
-
-
-def select_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
-    """The tools to render into the prompt. Empty if the request has none or its `tool_choice` is
-    "none".
-
-    Raises ConfigError for a `tool_choice` that forces a call, which plain sampling cannot do.
-    """
-    if request is None or request.tool_choice == "none":
-        return []
-    hint = "this client cannot force a call; none offers no tools"
-    check_value("tool_choice", request.tool_choice, hint, choices=("auto", "none"), optional=True)
-    return list(request.tools)
 
 
 def read_template(tokenizer: Any, tools: Any = None) -> str:
@@ -95,6 +78,13 @@ def begin_prompt(tokenizer: Any, ids: list[int]) -> list[int]:
     return ids if read_template(tokenizer) else begin_text(tokenizer, ids)
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Id -> text of the tokens that decoding leaves out."""
+    known = dict(zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=True))
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return known | {token: each.content for token, each in added.items() if each.special}
+
+
 class ChatTemplate:
     """Renders prompts with the tokenizer's chat template.
 
@@ -145,27 +135,6 @@ class ChatTemplate:
         plain = [[normalize_message(message) for message in messages] for messages in dialogues]
         texts: list[str] = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         return texts
-
-    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError unless a prompt shows the tools, a call and its result, and writes the
-        call in the form in which calls are read."""
-        dialogue, argument, result = _example_call(str(tools[0]["function"]["name"]))
-        try:
-            text = self.render(dialogue, tools)
-        except ConfigError:
-            raise
-        except Exception as error:  # of the template, which may raise anything
-            raise ConfigError(f"the chat template cannot write a call of a tool and its result: {error}") from error
-        for part, shown in (("calls of tools (`tool_calls`)", argument), ("results of tools (role `tool`)", result)):
-            if shown not in text:
-                raise ConfigError(f"the chat template leaves out the {part}")
-        place = text.find(argument)
-        end = text.find(CLOSING, place)
-        call = text[max(0, text.rfind(OPENING, 0, place)) : end + len(CLOSING) if end >= 0 else len(text)]
-        if not parse_tool_calls(call):
-            raise ConfigError(
-                f'the chat template writes a call as {call[:120]!r}; it must be {OPENING}{{"name": ..., "arguments": {{...}}}}{CLOSING}'
-            )
 
 
 @dataclass(frozen=True)
@@ -233,19 +202,6 @@ def _ids_after_answer(tokenizer: Any, following: Sequence[Message]) -> list[int]
     return None
 
 
-def _example_call(name: str) -> tuple[list[Message], str, str]:
-    """(a dialogue with a call of the tool, the text of its argument, its result)."""
-    argument, result = "an-argument-4711", "a-result-8192"
-    function = {"name": name, "arguments": json.dumps({"example": argument})}
-    call = {"id": "call00000", "type": "function", "function": function}
-    messages: list[Message] = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call00000", "name": name, "content": result},
-    ]
-    return messages, argument, result
-
-
 def _join_contents(messages: Sequence[Message]) -> str:
     """The text of a single message, after the system message and a blank line if there is one."""
     contents = [message.get("content") or "" for message in messages]
@@ -277,13 +233,6 @@ def _with_arguments_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-V = TypeVar("V")
-
-CACHE_SIZE = 4096
-"""Dialogues in a cache. The samples of a group share a prompt, and the next turn of each begins
-with its last answer."""
-
-
 @dataclass(frozen=True)
 class Dialogue:
     """Messages, the tools that the model may call, and arguments of the chat template."""
@@ -291,124 +240,27 @@ class Dialogue:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    forced: str | None = None
+    """The tool that the model must call; empty for any."""
+
+    @classmethod
+    def of(cls, request: ChatCompletionRequest, messages: Sequence[Message] | None = None) -> Dialogue:
+        """The dialogue of a request, or of other `messages` with its settings. Raises ConfigError
+        for a `tool_choice` that is none, or names no tool of the request."""
+        shown, given = request.messages if messages is None else messages, request.chat_template_kwargs
+        if request.tools is None or request.tools.tool_choice == "none":
+            return cls(shown, (), given)
+        choice, tools = request.tools.tool_choice, request.tools.tools
+        if isinstance(choice, Mapping):
+            name = (choice.get("function") or {}).get("name")
+            check_value("the function of tool_choice", name, choices=tuple(tool["function"]["name"] for tool in tools))
+            return cls(shown, tools, given, name)
+        check_value("tool_choice", choice, "or name a function", choices=("auto", "none", "required"), optional=True)
+        return cls(shown, tools, given, "" if choice == "required" and tools else None)
 
     @cached_property
     def key(self) -> str:
         return json.dumps([list(self.messages), list(self.tools), dict(self.template_kwargs)])
-
-
-class DialogueCache(Generic[V]):
-    """A value for each of the last `CACHE_SIZE` dialogues. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[str, V] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, dialogue: Dialogue) -> V | None:
-        key = dialogue.key
-        with self._lock:
-            return self._values.get(key)
-
-    def put(self, dialogue: Dialogue, value: V) -> None:
-        """Store a value; drops the oldest values beyond `CACHE_SIZE`."""
-        key = dialogue.key
-        with self._lock:
-            self._values[key] = value
-            while len(self._values) > CACHE_SIZE:
-                self._values.popitem(last=False)
-
-
-class PromptEncoder:
-    """Renders prompts with the tokenizer's chat template, and encodes them. Without a
-    template they begin as the tokenizer begins texts; no other special token is added."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
-        self._prompts: DialogueCache[list[int]] = DialogueCache()
-
-    def encode_batch(self, dialogues: Sequence[Dialogue]) -> list[list[int] | Exception]:
-        """[P] ids of each prompt, or the error that rendering it raised. Calls the tokenizer
-        once."""
-        results: list[list[int] | str | Exception] = []
-        for dialogue in dialogues:
-            try:
-                ids = self._prompts.get(dialogue)
-                results.append(self._render(dialogue) if ids is None else list(ids))
-            except Exception as error:
-                results.append(error)
-        texts = list(dict.fromkeys(text for text in results if isinstance(text, str)))
-        encoded = [begin_prompt(self.tokenizer, ids) for ids in self._tokenize(texts)] if texts else []
-        ids_by_text = dict(zip(texts, encoded, strict=True))
-        for dialogue, text in zip(dialogues, results, strict=True):
-            if isinstance(text, str):
-                self._prompts.put(dialogue, ids_by_text[text])
-        return [list(ids_by_text[result]) if isinstance(result, str) else result for result in results]
-
-    def _render(self, dialogue: Dialogue) -> str:
-        return self._template.render(dialogue.messages, dialogue.tools, **dialogue.template_kwargs)
-
-    def _tokenize(self, texts: str | list[str]) -> Any:
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
-class PromptTokens(PromptEncoder):
-    """A `PromptEncoder` that remembers the tokens of sampled answers.
-
-    If the text of a prompt begins with an earlier prompt and its answer, its ids begin with exactly
-    the tokens of both, and only the rest is encoded. Otherwise a sampled answer would be tokenised
-    again, with different tokens wherever the model did not sample what the tokenizer produces. If a
-    template changes earlier turns, for example by dropping thoughts, the whole prompt is encoded.
-    Of two answers to the same messages with the same text, the tokens of the later one are used.
-
-    Example: prompt `[5, 6]` and answer `[7, 8, 2]` (2 ends a turn) make the next prompt
-    `[5, 6, 7, 8, 2, ...]`, even if the tokenizer would encode the answer's text as `[9, 2]`.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-        self._answers: DialogueCache[tuple[str, list[int]]] = DialogueCache()
-        """Dialogue that ends with an answer -> its text and ids, including the answer."""
-
-    @property
-    def extra_end_ids(self) -> list[int]:
-        """Tokens that end an answer in addition to the tokenizer's end token, which servers
-        know."""
-        return sorted(find_turn_end(self.tokenizer).ids - {getattr(self.tokenizer, "eos_token_id", None)})
-
-    def encode(self, dialogue: Dialogue) -> list[int]:
-        """[P] ids of the prompt. Raises ConfigError if the template cannot render the tools."""
-        ids = self._prompts.get(dialogue)
-        if ids is None:
-            text = self._render(dialogue)
-            prefix_text, prefix_ids = self._longest_answered_prefix(dialogue, text)
-            ids = begin_prompt(self.tokenizer, [*prefix_ids, *self._tokenize(text[len(prefix_text) :])])
-            self._prompts.put(dialogue, ids)
-        return list(ids)
-
-    def remember_answer(
-        self, dialogue: Dialogue, answer: Message, prompt_ids: Sequence[int], completion_ids: Sequence[int]
-    ) -> None:
-        """Remember the tokens of an answer for later turns."""
-        completion = self.tokenizer.decode(list(completion_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text = self._render(dialogue) + str(completion)
-        answered = replace(dialogue, messages=[*dialogue.messages, answer])
-        self._answers.put(answered, (text, [*prompt_ids, *completion_ids]))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of an answer, without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _longest_answered_prefix(self, dialogue: Dialogue, text: str) -> tuple[str, list[int]]:
-        """Text and ids of the longest remembered dialogue that `text` begins with; empty if there
-        is none."""
-        for end in range(len(dialogue.messages) - 1, 0, -1):
-            if dialogue.messages[end - 1].get("role") != "assistant":
-                continue
-            prefix, ids = self._answers.get(replace(dialogue, messages=dialogue.messages[:end])) or ("", [])
-            if prefix and text.startswith(prefix):
-                return prefix, ids
-        return "", []
 
 
 def reads_same_ids(reader: Any, writer: Any) -> bool:

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.client import Publisher, PushTarget, Weights
-from ludic.inference.prompts.template import PromptTokens
+from ludic.inference.client import Publisher, PushTarget, Sampled, Weights
+from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import RetryPolicy
@@ -22,6 +22,7 @@ from ludic.inference.vllm.completions import (
     OpenAICompletions,
     RenderedCompletions,
     TokenCompletions,
+    make_sampled,
 )
 from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.requests import ContextRoom, TokenRequest, extension_fields
@@ -117,7 +118,7 @@ class VLLMChatClient(PushTarget):
             connection_timeout_s=connection_timeout_s,
         )
         self._settings.room.lengths.update(self._servers.context_lengths)
-        tokens = None if tokenizer is None else PromptTokens(tokenizer)
+        tokens = None if tokenizer is None else PromptEncoder(tokenizer)
         self._token_completions = TokenCompletions(self._servers, self._settings, tokens)
         self._completions = (
             ChatCompletions(self._servers, self._settings)
@@ -152,10 +153,20 @@ class VLLMChatClient(PushTarget):
     ) -> TokenTrace:
         """Continue token ids without changing them. `model` defaults to the first model of the
         server."""
-        sampling = sampling or SamplingParams()
+        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed, model=model)).trace
+
+    async def sample_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        model: str | None = None,
+    ) -> Sampled:
+        """`complete_tokens`, with the versions of the weights that sampled."""
         model = model or next(iter(self._servers.context_lengths), "")
-        sampled, _ = await self._token_completions.sample(TokenRequest(model, prompt_token_ids, sampling, seed))
-        return TokenTrace.from_arrays(prompt_token_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason)
+        request = TokenRequest(model, prompt_token_ids, sampling or SamplingParams(), seed)
+        return make_sampled(prompt_token_ids, *await self._token_completions.sample(request))
 
     @cached_property
     def _completions(self) -> ChatCompletions | RenderedCompletions | OpenAICompletions:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ludic.errors import InferenceError, ServerError
+from ludic.inference.client import Sampled, current_episode
 from ludic.inference.extensions import VLLMExtensions
-from ludic.inference.prompts.template import Dialogue, PromptTokens, select_tools
-from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
+from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.template import Dialogue
 from ludic.inference.request import ChatCompletionRequest, request_body
 from ludic.inference.servers.answers import version_number
 from ludic.inference.servers.errors import is_missing_endpoint
@@ -81,7 +82,7 @@ class TokenCompletions:
     """Sends token ids to the token endpoint. Finds out with the first request which endpoint each
     server has."""
 
-    def __init__(self, servers: VLLMServers, settings: CompletionSettings, tokens: PromptTokens | None) -> None:
+    def __init__(self, servers: VLLMServers, settings: CompletionSettings, tokens: PromptEncoder | None) -> None:
         self._servers, self._settings, self._tokens = servers, settings, tokens
         self.without_generate: set[str] = set()
         """URLs of servers that have only `/v1/completions`, which does not report the weight
@@ -129,6 +130,12 @@ class TokenCompletions:
         return await server.post(COMPLETIONS, completions, headers=headers)
 
 
+def make_sampled(prompt_ids: Sequence[int], sampled: SampledTokens, info: Mapping[str, Any]) -> Sampled:
+    """The tokens as clients return them, with the versions of the `info` of `TokenCompletions`."""
+    trace = TokenTrace.from_arrays(prompt_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason)
+    return Sampled(trace, sampled.ended_by_token, info["policy_version"], info.get("weight_versions", ()))
+
+
 class RenderedCompletions:
     """Renders and encodes chats with the policy's tokenizer, and sends the token ids.
 
@@ -136,35 +143,27 @@ class RenderedCompletions:
     next prompt begins with them.
     """
 
-    def __init__(self, completions: TokenCompletions, settings: CompletionSettings, tokens: PromptTokens) -> None:
+    def __init__(self, completions: TokenCompletions, settings: CompletionSettings, tokens: PromptEncoder) -> None:
         self._completions, self._settings, self._tokens = completions, settings, tokens
 
     async def complete(self, request: ChatCompletionRequest) -> Completion:
         """One completion. Raises ConfigError before anything is sent, InferenceError after."""
         tokens, clipper = self._tokens, self._settings.clipper
         messages = request.messages if clipper is None else clipper(request.messages)
-        tools = select_tools(request.tools)
-        dialogue = Dialogue(messages, tools, request.chat_template_kwargs)
-        prompt_ids = tokens.encode(dialogue)
+        dialogue, episode = Dialogue.of(request, messages), current_episode()
+        prompt = tokens.encode(dialogue, episode)
         fields = extension_fields(request.extensions)
         if not self._settings.allow_unknown_fields:
             check_fields(fields, TOKEN_FIELDS)
         top_k = request.return_.top_logprobs_k
         sampled, info = await self._completions.sample(
-            TokenRequest(request.model, prompt_ids, request.sampling, request.seed, top_k=top_k, fields=fields)
+            TokenRequest(request.model, prompt.ids, request.sampling, request.seed, top_k=top_k, fields=fields)
         )
         self._check_think_limit(sampled.token_ids, request.extensions)
-        text = tokens.decode(sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids)
-        if isinstance(sampled.stop_reason, str):
-            text = text.split(sampled.stop_reason, 1)[0]
-        message = {"role": "assistant", "content": text}
-        if tools:
-            message = assistant_message(text, first_id=count_tool_calls(messages))
-        tokens.remember_answer(dialogue, message, prompt_ids, sampled.token_ids)
-        finish_reason = completion_finish_reason(sampled.finish_reason, message)
-        trace = TokenTrace.from_arrays(prompt_ids, sampled.token_ids, sampled.logprobs, finish_reason)
-        choice = {"index": 0, "message": message, "finish_reason": finish_reason}
-        return request.return_.make_response(text, trace), {"raw_response": {"choices": [choice]}, **info}
+        stops = [sampled.stop_reason] if isinstance(sampled.stop_reason, str) else []
+        answer = tokens.read_answer(prompt, make_sampled(prompt.ids, sampled, info), stops=stops, episode=episode)
+        choice = {"index": 0, "message": answer.message, "finish_reason": answer.trace.finish_reason}
+        return request.return_.make_response(answer.text, answer.trace), {"raw_response": {"choices": [choice]}, **info}
 
     def _check_think_limit(self, ids: Sequence[int], extensions: object) -> None:
         """Raise InferenceError if the server ignored `max_think`, as it silently does without the

@@ -1,0 +1,194 @@
+"""Prompts as token ids, for the clients that render chats themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ludic.errors import ConfigError
+from ludic.inference.client import Episode, Sampled
+from ludic.inference.prompts.bridge import TemplateBridge
+from ludic.inference.prompts.template import ChatTemplate, Dialogue, begin_prompt, find_turn_end, read_template, special_tokens
+from ludic.inference.prompts.tool_formats import ToolFormat, Tools, completion_finish_reason, count_tool_calls
+from ludic.inference.prompts.transcript import Prompt, Text, Transcript
+from ludic.types import Message, TokenTrace, read_list, stored
+
+V = TypeVar("V")
+
+CACHE_SIZE = 4096
+"""Dialogues in a cache, whose prompts the samples of a group share; and turns that are remembered
+for requests outside of episodes."""
+
+
+class DialogueCache(Generic[V]):
+    """A value for each of the last `CACHE_SIZE` dialogues. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[str, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, dialogue: Dialogue) -> V | None:
+        key = dialogue.key
+        with self._lock:
+            return self._values.get(key)
+
+    def put(self, dialogue: Dialogue, value: V) -> None:
+        """Store a value; drops the oldest values beyond `CACHE_SIZE`."""
+        key = dialogue.key
+        with self._lock:
+            self._values[key] = value
+            while len(self._values) > CACHE_SIZE:
+                self._values.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as text, as OpenAI's message, and as tokens."""
+
+    text: str
+    message: Message
+    trace: TokenTrace
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string."""
+    positions = [position for position in (text.find(stop) for stop in stops) if position >= 0]
+    return text[: min(positions)] if positions else text
+
+
+class PromptEncoder:
+    """Renders prompts with the tokenizer's chat template, and encodes them. A prompt that continues
+    an answer of the same episode begins with the tokens that were read and sampled (`Transcript`).
+
+    Without a template, prompts begin as the tokenizer begins texts; no other special token is
+    added. Thread-safe.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._template, self._bridge = ChatTemplate(tokenizer), TemplateBridge(tokenizer)
+        self._whole: DialogueCache[list[int]] = DialogueCache()
+        """The ids of dialogues that continue nothing."""
+        self._lock = threading.Lock()
+        self._outside = Transcript(self._bridge, max_turns=CACHE_SIZE)
+        """Of requests outside of episodes."""
+        self._transcripts: dict[Episode, Transcript] = {}
+
+    @property
+    def extra_end_ids(self) -> list[int]:
+        """Tokens that end an answer in addition to the tokenizer's end token, which servers
+        know."""
+        return sorted(find_turn_end(self.tokenizer).ids - {getattr(self.tokenizer, "eos_token_id", None)})
+
+    def encode(self, dialogue: Dialogue, episode: Episode | None = None) -> Prompt:
+        """The prompt of a dialogue. Raises ConfigError if the template cannot render the tools."""
+        [prompt] = self.encode_batch([(dialogue, episode)])
+        if isinstance(prompt, Exception):
+            raise prompt
+        return prompt
+
+    def encode_batch(self, dialogues: Sequence[tuple[Dialogue, Episode | None]]) -> list[Prompt | Exception]:
+        """Each prompt, or the error that rendering it raised. Calls the tokenizer once."""
+        prompts: list[Prompt | Exception] = []
+        for dialogue, episode in dialogues:
+            try:
+                prompts.append(self._prepare(dialogue, episode))
+            except Exception as error:
+                prompts.append(error)
+        made = [prompt for prompt in prompts if isinstance(prompt, Prompt) and not prompt.ids]
+        texts = list(dict.fromkeys(self._source(part) for prompt in made for part in prompt.parts if isinstance(part, Text)))
+        encoded = dict(zip(texts, self._tokenize(texts), strict=True)) if texts else {}
+        for each in made:
+            for part in each.parts:
+                each.ids += self._ids_of(part, encoded) if isinstance(part, Text) else part
+            if each.parent is None:
+                each.ids = begin_prompt(self.tokenizer, each.ids)
+                self._whole.put(each.dialogue, list(each.ids))
+        for prompt in prompts:
+            if isinstance(prompt, Prompt) and prompt.prefill:
+                prompt.ids += self._tokenize(prompt.prefill)
+        return prompts
+
+    def read_answer(
+        self, prompt: Prompt, sampled: Sampled, *, stops: Sequence[str] = (), episode: Episode | None = None
+    ) -> Answer:
+        """The answer to a prompt as text and as a message, with its calls of tools if the prompt
+        offers tools. It is cut at the first of the texts `stops`, and remembered for the later
+        turns of its episode."""
+        dialogue, trace = prompt.dialogue, sampled.trace
+        completion_ids = read_list(trace, "completion_token_ids")
+        said = completion_ids[:-1] if sampled.ended else completion_ids
+        whole = prompt.prefill + self.decode(said)
+        text = cut_at_stop(whole, stops)
+        message: Message = {"role": "assistant", "content": text}
+        if dialogue.tools:
+            tool_format, written = self.tool_format(dialogue.tools), text
+            if any(text in tool_format.tokens for text in special_tokens(self.tokenizer).values()):
+                written = cut_at_stop(prompt.prefill + self.decode(said, special=True), stops)
+            called = tool_format.message(written, dialogue.tools, first_id=count_tool_calls(dialogue.messages))
+            message = called if "tool_calls" in called else message
+        if prompt.keys:
+            with self._lock:
+                self._transcript(episode).add(prompt, completion_ids, ended=sampled.ended, answer=message, text=whole)
+        reason = completion_finish_reason(str(trace.finish_reason), message)
+        prompt_ids, ids, logps = (
+            stored(trace, name) for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
+        )
+        return Answer(text, message, TokenTrace(prompt_ids, ids, logps, reason, trace.candidates))
+
+    def tool_format(self, tools: Tools) -> ToolFormat:
+        """How the template writes calls. Raises ConfigError if it does not, or writes them in none
+        of the known formats."""
+        if not read_template(self.tokenizer):
+            raise ConfigError("the tokenizer has no chat template; set tokenizer.chat_template to one that renders tools")
+        return self._bridge.find_format(tools)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of an answer, without special tokens unless `special`."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+    def _prepare(self, dialogue: Dialogue, episode: Episode | None) -> Prompt:
+        if read_template(self.tokenizer):
+            with self._lock:
+                prompt = self._transcript(episode).prepare(dialogue)
+        else:
+            prompt = Prompt(dialogue, (), "root")
+        if prompt.parent is None:
+            prompt.ids = list(self._whole.get(prompt.dialogue) or ())
+            if not prompt.ids:
+                shown = prompt.dialogue
+                prompt.parts = [Text(self._template.render(shown.messages, shown.tools, **shown.template_kwargs))]
+        if dialogue.forced is not None:
+            prompt.prefill = self._bridge.begin_call(dialogue)
+        return prompt
+
+    def _source(self, part: Text) -> str:
+        """The text to encode, after the text of the token before it: tokenizers with pieces put a
+        space before a text that stands alone, and some drop what follows a special token."""
+        return part.text if part.after is None else self._text_of(part.after) + part.text
+
+    def _ids_of(self, part: Text, encoded: Mapping[str, list[int]]) -> list[int]:
+        ids = encoded[self._source(part)]
+        if part.after is None or ids[:1] == [part.after]:
+            return ids if part.after is None else ids[1:]
+        return list(self._tokenize(part.text))  # the token's text is not read as the token
+
+    def _text_of(self, token: int) -> str:
+        return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _tokenize(self, texts: str | list[str]) -> Any:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def _transcript(self, episode: Episode | None) -> Transcript:
+        if episode is None or episode.is_over:
+            return self._outside
+        if episode not in self._transcripts:
+            self._transcripts[episode] = Transcript(self._bridge)
+            episode.on_end(self._drop)
+        return self._transcripts[episode]
+
+    def _drop(self, episode: Episode) -> None:
+        self._transcripts.pop(episode, None)

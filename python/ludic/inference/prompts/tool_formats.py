@@ -1,0 +1,249 @@
+"""How models write calls of tools: the formats of the known families, and the one that a chat
+template writes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ludic.types import Message
+
+Call = tuple[str, dict[str, Any]]
+"""Name and arguments."""
+Tools = Sequence[Mapping[str, Any]]
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way to write calls.
+
+    >>> FORMATS["hermes"].read('So.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    (3, [('add', {'a': 1})])
+    """
+
+    name: str
+    opening: str
+    """The text with which the first call begins; as a pattern."""
+    parse: Callable[[str, Tools], list[Call]]
+    """The calls of the text from `opening` on. Raises ValueError for malformed ones."""
+    tokens: Sequence[str] = ()
+    """Its tokens that may be special ones, which are decoded then."""
+
+    def read(self, text: str, tools: Tools = ()) -> tuple[int, list[Call]]:
+        """(where the calls begin, the calls) of an answer; (its length, []) if it has none, or if
+        one of them is malformed. Never raises. The types of arguments that are written as plain
+        text are those of the tools' schemas."""
+        begun = re.search(self.opening, text)
+        if begun is None:
+            return len(text), []
+        try:
+            calls = self.parse(text[begun.start() :], tools)
+            json.dumps(calls, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return len(text), []
+        valid = all(isinstance(name, str) and name and isinstance(arguments, dict) for name, arguments in calls)
+        return (begun.start(), calls) if calls and valid else (len(text), [])
+
+    def message(self, text: str, tools: Tools = (), *, first_id: int = 0) -> Message:
+        """The answer as an OpenAI message: `content`, and `tool_calls` if the text has any.
+
+        `content` is then the text before the first call, or None. Ids count up from `first_id` and
+        have nine letters and digits, which the strictest templates require. One malformed call
+        makes the whole text an answer without calls, as on servers.
+        """
+        start, calls = self.read(text, tools)
+        if not calls:
+            return {"role": "assistant", "content": text}
+        made = [
+            {
+                "id": f"call{first_id + number:05d}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+            }
+            for number, (name, arguments) in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": text[:start].rstrip() or None, "tool_calls": made}
+
+
+def completion_finish_reason(finish_reason: str, message: Message) -> str:
+    """`tool_calls`, as in OpenAI's interface, for an answer with tool calls that was not cut off;
+    else `finish_reason`."""
+    return "tool_calls" if "tool_calls" in message and finish_reason == "stop" else finish_reason
+
+
+def count_tool_calls(messages: Sequence[Message]) -> int:
+    """The number of tool calls in a conversation."""
+    return sum(len(message.get("tool_calls") or ()) for message in messages)
+
+
+def _hermes(text: str, tools: Tools) -> list[Call]:
+    """`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`: Hermes, Qwen 2.5 and 3."""
+    calls, start = [], 0
+    while start >= 0:
+        call, end = _decode(text, start + len("<tool_call>"))
+        end = _skip(text, end, "</tool_call>")
+        calls.append(_named(call, "arguments"))
+        start = text.find("<tool_call>", end)
+    return calls
+
+
+def _xml(text: str, tools: Tools) -> list[Call]:
+    """`<tool_call><function=add><parameter=a>1</parameter></function></tool_call>`: Qwen 3 Coder
+    and 3.5."""
+    called = r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>"
+    written = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"
+    return _tagged(text, called, written, tools)
+
+
+def _glm(text: str, tools: Tools) -> list[Call]:
+    """`<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`: GLM 4.5."""
+    called = r"<tool_call>\s*([^\s<{]+)\s*((?:<arg_key>.*?)?)</tool_call>"
+    return _tagged(text, called, r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", tools)
+
+
+def _mistral(text: str, tools: Tools) -> list[Call]:
+    """`[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]`: Mistral, up to version 7 of its
+    tokenizer."""
+    made, _ = _decode(text, len("[TOOL_CALLS]"))
+    if not isinstance(made, list):
+        raise ValueError("not a list")
+    return [_named(call, "arguments") for call in made]
+
+
+def _mistral_named(text: str, tools: Tools) -> list[Call]:
+    """`[TOOL_CALLS]add[ARGS]{"a": 1}`: Mistral, from version 11 of its tokenizer on."""
+    return [
+        (each[1].strip(), _decode(text, each.end())[0]) for each in re.finditer(r"\[TOOL_CALLS\]([^\[{]+)(?:\[ARGS\])?", text)
+    ]
+
+
+def _deepseek(text: str, tools: Tools) -> list[Call]:
+    """A name and arguments between DeepSeek's tokens; as a block of JSON up to V3."""
+    begin = r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:<｜tool▁sep｜>|\n```json\n)"
+    return [(each[1], _decode(text, each.end())[0]) for each in re.finditer(begin, text)]
+
+
+def _harmony(text: str, tools: Tools) -> list[Call]:
+    """` to=functions.add<|channel|>commentary json<|message|>{"a": 1}`: gpt-oss."""
+    begin = r"to=functions\.([\w.-]+)(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+    return [(each[1], _decode(text, each.end())[0]) for each in re.finditer(begin, text)]
+
+
+def _pythonic(text: str, tools: Tools) -> list[Call]:
+    """`[add(a=1), now()]`: Llama 4, LFM2. The values are literals; nothing is executed."""
+    written = text.strip().removeprefix("<|tool_call_start|>").removesuffix("<|tool_call_end|>")
+    tree = ast.parse(written, mode="eval").body
+    if not isinstance(tree, ast.List):
+        raise ValueError("not a list of calls")
+    calls = []
+    for call in tree.elts:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("not a call with named arguments")
+        arguments = {str(each.arg): ast.literal_eval(_Literals().visit(each.value)) for each in call.keywords if each.arg}
+        calls.append((call.func.id, json.loads(json.dumps(arguments, allow_nan=False))))
+    return calls
+
+
+class _Literals(ast.NodeTransformer):
+    """Makes constants of the names `true`, `false` and `null`."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        known = {"true": True, "false": False, "null": None}
+        return ast.Constant(known[node.id]) if node.id in known else node
+
+
+def _llama(text: str, tools: Tools) -> list[Call]:
+    """`{"name": "add", "parameters": {"a": 1}}`, several after semicolons: Llama 3.1 and later."""
+    calls, position = [], len(text) - len(text.lstrip().removeprefix("<|python_tag|>"))
+    while position < len(text):
+        call, position = _decode(text, position)
+        calls.append(_named(call, "parameters"))
+        separated = re.compile(r"[\s;]*").match(text, position)
+        position = position if separated is None else separated.end()
+    return calls
+
+
+def _gemma(text: str, tools: Tools) -> list[Call]:
+    """`<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>`: Gemma 4. The text between its quotes
+    is taken as it is; keys have no quotes."""
+    calls = []
+    for name, written in re.findall(r"<\|tool_call>call:([^{]+)(\{.*?\})(?:<tool_call\|>|\Z)", text, re.DOTALL):
+        texts = written.split('<|"|>')
+        texts[::2] = [re.sub(r"([\w.-]+)\s*:", r'"\1":', part) for part in texts[::2]]
+        texts[1::2] = [json.dumps(part) for part in texts[1::2]]
+        calls.append((name.strip(), json.loads("".join(texts))))
+    return calls
+
+
+FORMATS = {
+    made.name: made
+    for made in (
+        ToolFormat("hermes", "<tool_call>", _hermes, ["<tool_call>"]),
+        ToolFormat("xml", "<tool_call>", _xml, ["<tool_call>"]),
+        ToolFormat("glm", "<tool_call>", _glm, ["<tool_call>"]),
+        ToolFormat("mistral", r"\[TOOL_CALLS\]\s*\[", _mistral, ["[TOOL_CALLS]"]),
+        ToolFormat("mistral named", r"\[TOOL_CALLS\]", _mistral_named, ["[TOOL_CALLS]", "[ARGS]"]),
+        ToolFormat("deepseek", "<｜tool▁calls?▁begin｜>", _deepseek, ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"]),
+        ToolFormat(
+            "harmony",
+            r"(?:<\|start\|>assistant|<\|channel\|>commentary)? to=functions\.",
+            _harmony,
+            ["<|message|>", "<|channel|>"],
+        ),
+        ToolFormat("gemma", r"<\|tool_call>", _gemma, ["<|tool_call>", "<tool_call|>", '<|"|>']),
+        ToolFormat("pythonic", r"<\|tool_call_start\|>|\A\s*\[\w+\(", _pythonic, ["<|tool_call_start|>", "<|tool_call_end|>"]),
+        ToolFormat("llama", r"\A\s*(?:<\|python_tag\|>)?\s*\{", _llama, ["<|python_tag|>"]),
+    )
+}
+"""Name -> format, in the order in which they are tried."""
+
+
+def _decode(text: str, position: int) -> tuple[Any, int]:
+    """The JSON value at a position, after white space, and where it ends. Raises ValueError."""
+    return _DECODER.raw_decode(text, _after_space(text, position))
+
+
+def _skip(text: str, position: int, closing: str) -> int:
+    """Where `closing` ends, after white space. Raises ValueError if something else is there."""
+    position = _after_space(text, position)
+    if not text.startswith(closing, position):
+        raise ValueError(f"{closing} is missing")
+    return position + len(closing)
+
+
+def _after_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    return position if match is None else match.end()
+
+
+def _named(call: Any, key: str) -> Call:
+    if not isinstance(call, dict) or "name" not in call or key not in call:
+        raise ValueError(f"no name or no {key}")
+    return call["name"], call[key]
+
+
+def _tagged(text: str, called: str, written: str, tools: Tools) -> list[Call]:
+    """Calls whose arguments are plain texts between tags; each gets the type of its schema."""
+    found = list(re.finditer(called, text, re.DOTALL))
+    if len(found) != text.count("<tool_call>"):
+        raise ValueError("a call is malformed")
+    calls = []
+    for name, body in (each.groups() for each in found):
+        schemas = [tool["function"].get("parameters") or {} for tool in tools if tool["function"]["name"] == name]
+        types = {key: value.get("type") for key, value in (schemas[0].get("properties") or {}).items()} if schemas else {}
+        pairs = re.findall(written, body, re.DOTALL)
+        calls.append((name, {key: value if types.get(key) == "string" else _value(value) for key, value in pairs}))
+    return calls
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,226 @@
+"""The answers that were sampled in one episode, and the prompts that continue them: the ids of a
+later prompt are the ids of an earlier prompt, the sampled ids, and the ids of what the template
+writes between. A sampled answer is never tokenised again.
+
+Example: prompt `[5, 6]` and answer `[7, 8, 2]` (2 ends a turn) make the next prompt
+`[5, 6, 7, 8, 2, ...]`, even if the tokenizer would encode the answer's text as `[9, 2]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ludic.inference.prompts.bridge import Bridge, TemplateBridge
+from ludic.inference.prompts.template import Dialogue
+from ludic.types import Message
+
+
+@dataclass(eq=False)
+class Turn:
+    """One sampled answer and the prompt that it answers."""
+
+    number: int
+    """In the order of arrival, from 0."""
+    parent: Turn | None
+    """The turn that its prompt continues."""
+    shared: int
+    """Leading ids of the prompt that are the parent's prompt and answer."""
+    tail_ids: list[int]
+    """The ids of the prompt after these."""
+    completion_ids: list[int]
+    ended: bool
+    """Whether the last sampled id ends a turn."""
+    answer: Message
+    """The answer as the client got it."""
+    text: str
+    """All sampled text, without the end token."""
+    keys: Sequence[bytes]
+    """[M + 1] of its messages (`message_keys`)."""
+
+    def ids(self) -> list[int]:
+        """[P + C] its prompt and its answer."""
+        path: list[Turn] = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        ids: list[int] = []
+        for turn in reversed(path):
+            del ids[turn.shared :]
+            ids += turn.tail_ids
+            ids += turn.completion_ids
+        return ids
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text to encode, after a token that was sampled or is known."""
+
+    text: str
+    after: int | None = None
+
+
+@dataclass
+class Prompt:
+    """A prompt: the ids that are known from an earlier turn, and what is to be encoded."""
+
+    dialogue: Dialogue
+    """With the reasoning of earlier answers that the client left out."""
+    keys: Sequence[bytes]
+    """[M + 1] of the messages as the client sent them."""
+    reason: str
+    """`continues`: it begins with the parent's prompt and answer. `extended`: the same, and the
+    answer came back with text added. Else why it continues no earlier turn: `root` (there is none),
+    `tools` (other tools or arguments of the template), `template` (the template rewrites the turns
+    before), or `changed:I:FIELD` with the first message that is not as it was."""
+    parent: Turn | None = None
+    shared: int = 0
+    """Leading ids that are the parent's."""
+    parts: Sequence[Sequence[int] | Text] = ()
+    """Ids, and texts to encode; empty for a prompt that is to be rendered as a whole."""
+    ids: list[int] = field(default_factory=list)
+    """[P] all ids, once they are encoded."""
+    prefill: str = ""
+    """Text at the end of the prompt that begins the answer."""
+
+
+class Transcript:
+    """The answers of one episode, found again by the messages of a later prompt.
+
+    A prompt continues an earlier turn if the messages before an assistant message are exactly those
+    of that turn, and the assistant message means what was sampled: the same text, white space at
+    its ends aside, and the same calls, compared as JSON; ids of calls do not count, and reasoning
+    may be missing. Or its text begins with all that was sampled. The last such message is taken,
+    and of several answers the latest. Any other prompt is rendered and encoded as a whole.
+
+    A template that drops thoughts of earlier turns shows the model another history than the one it
+    sampled. Such a history is followed, as servers show it: only turns up to the change are
+    continued. With `keeps_sampled` every answer stays as it was sampled.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, bridge: TemplateBridge, *, max_turns: int | None = None, keeps_sampled: bool = False) -> None:
+        self.turns: OrderedDict[int, Turn] = OrderedDict()
+        """Number -> turn; the last `max_turns`."""
+        self._bridge, self._max_turns, self._keeps_sampled = bridge, max_turns, keeps_sampled
+        self._by_prompt: dict[bytes, list[Turn]] = {}
+        """The key of all messages of a prompt -> its turns."""
+        self._count = 0
+
+    def prepare(self, dialogue: Dialogue) -> Prompt:
+        """The prompt of a dialogue. Raises what the template raises."""
+        messages, keys = list(dialogue.messages), message_keys(dialogue)
+        answers = [place for place in range(1, len(messages)) if messages[place].get("role") == "assistant"]
+        found = {place: known for place in reversed(answers) if (known := self._find(keys[place], messages[place]))}
+        for place, (turn, _) in found.items():
+            if (thought := turn.answer.get("reasoning_content")) and not messages[place].get("reasoning_content"):
+                messages[place] = {**messages[place], "reasoning_content": thought}
+        shown = replace(dialogue, messages=messages)
+        for place, (turn, added) in found.items():
+            bridge = self._bridge.after(shown, place) if self._keeps_sampled or self._bridge.keeps(shown, place) else None
+            if bridge is not None:
+                parts = self._continue(turn, added, bridge)
+                return Prompt(shown, keys, "extended" if added else "continues", turn, len(parts[0]), parts)
+        return Prompt(shown, keys, "template" if found else self._explain(keys, messages))
+
+    def add(self, prompt: Prompt, completion_ids: Sequence[int], *, ended: bool, answer: Message, text: str) -> Turn:
+        """Remember the answer to a prompt. `ended`: its last id ends a turn. `text`: all that was
+        sampled, without the end token."""
+        tail = prompt.ids[prompt.shared :]
+        turn = Turn(self._count, prompt.parent, prompt.shared, tail, list(completion_ids), ended, answer, text, prompt.keys)
+        self._count += 1
+        self.turns[turn.number] = turn
+        self._by_prompt.setdefault(turn.keys[-1], []).append(turn)
+        while self._max_turns is not None and len(self.turns) > self._max_turns:
+            _, oldest = self.turns.popitem(last=False)
+            same = self._by_prompt[oldest.keys[-1]]
+            same.remove(oldest)
+            if not same:
+                del self._by_prompt[oldest.keys[-1]]
+        return turn
+
+    def _continue(self, turn: Turn, added: str, bridge: Bridge) -> tuple[list[int], Text, list[int], Text]:
+        """The turn's ids, what the client added to the answer, the token that ends it, and what
+        follows.
+
+        Example: an answer `[7, 2]` that the template ends with 2 keeps both ids. Ended with 3, or
+        with text added, it keeps `[7]`, and the template's end token follows. Without an end token,
+        because it was cut off, it keeps `[7]` as well.
+        """
+        ids = turn.ids()
+        if turn.ended and (added or ids[-1] != bridge.end):
+            ids.pop()
+        end = [] if bridge.end is None or (not added and ids[-1:] == [bridge.end]) else [bridge.end]
+        return ids, Text(added), end, Text(bridge.text, bridge.end)
+
+    def _find(self, key: bytes, message: Message) -> tuple[Turn, str] | None:
+        """The latest turn with this prompt whose answer the message is, and the text that was added
+        to it."""
+        turns = self._by_prompt.get(key, ())
+        meaning, thought = canonical_message(message), message.get("reasoning_content")
+        for turn in reversed(turns):
+            kept = not thought or str(thought).strip() == str(turn.answer.get("reasoning_content") or "").strip()
+            if kept and canonical_message(turn.answer) == meaning:
+                return turn, ""
+        said = _content_text(message)
+        for turn in reversed(turns) if not message.get("tool_calls") else ():
+            for begun in (turn.text.rstrip(), _content_text(turn.answer).rstrip()):
+                if begun and said.startswith(begun) and not turn.answer.get("tool_calls"):
+                    return turn, said[len(begun) :]
+        return None
+
+    def _explain(self, keys: Sequence[bytes], messages: Sequence[Message]) -> str:
+        """Why the prompt continues no turn."""
+        last = next(reversed(self.turns.values()), None)
+        if last is None or not any(message.get("role") == "assistant" for message in messages):
+            return "root"
+        pairs = zip(keys, last.keys, strict=False)
+        same = next((place for place, (now, was) in enumerate(pairs) if now != was), min(len(keys), len(last.keys)))
+        if same == 0:
+            return "tools"
+        place, what = min(same, len(keys) - 1) - 1, "content"
+        if same == len(last.keys):
+            now, was = canonical_message(messages[place]), canonical_message(last.answer)
+            what = "content" if now[:2] != was[:2] else "tool_calls" if now[2] != was[2] else "reasoning"
+        return f"changed:{place}:{what}"
+
+
+def canonical_message(message: Message) -> tuple[Any, ...]:
+    """What makes two messages the same: (role, text, calls as (name, JSON of the arguments), name).
+    Ids, reasoning and other fields do not count; of an answer neither does white space at the ends
+    of its text."""
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    calls = tuple(_canonical_call(call) for call in message.get("tool_calls") or ())
+    text = _content_text(message)
+    return role, text.strip() if role == "assistant" else text, calls, message.get("name") if role == "tool" else None
+
+
+def message_keys(dialogue: Dialogue) -> list[bytes]:
+    """[M + 1] hashes: of the tools and the template's arguments, and of them and the first i
+    messages."""
+    keys = [_hash(b"", [list(dialogue.tools), dict(dialogue.template_kwargs)])]
+    for message in dialogue.messages:
+        keys.append(_hash(keys[-1], canonical_message(message)))
+    return keys
+
+
+def _content_text(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else "" if content is None else json.dumps(content, sort_keys=True)
+
+
+def _canonical_call(call: Any) -> tuple[Any, Any]:
+    try:
+        name, arguments = call["function"]["name"], call["function"].get("arguments")
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return name, json.dumps(parsed, sort_keys=True)
+    except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
+        return "", repr(call)
+
+
+def _hash(before: bytes, item: Any) -> bytes:
+    return hashlib.blake2b(before + json.dumps(item).encode("utf-8", "surrogatepass"), digest_size=16).digest()
