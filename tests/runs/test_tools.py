@@ -214,7 +214,7 @@ def test_what_a_model_cannot_be_told_of_is_refused(tools, said, model: Path) -> 
             TEMPLATE.replace("{{ m.role[0] }}:{{ m.content or '' }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"),
             "results",
         ),
-        (TEMPLATE.replace("<tool_call>", "[CALL]").replace("</tool_call>", ""), "it must be <tool_call>"),
+        (TEMPLATE.replace("<tool_call>", "[CALL]").replace("</tool_call>", ""), "in none of the formats"),
         ("{{ tools }}{{ raise_exception('no tools here') }}", "cannot write a call of a tool"),
     ],
 )

@@ -219,6 +219,17 @@ def new_episode() -> Iterator[Episode]:
         _CURRENT.reset(token)  # fails in another context, as when an unawaited coroutine is closed
 
 
+@contextmanager
+def as_episode(episode: Episode) -> Iterator[None]:
+    """All requests in the block belong to an episode that runs elsewhere, which does not end with
+    the block."""
+    token = _CURRENT.set(episode)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
 def current_episode() -> Episode | None:
     """The episode of the running task, or None."""
     return _CURRENT.get()

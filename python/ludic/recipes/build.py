@@ -13,6 +13,8 @@ import torch
 
 from ludic.agents.tool_agent import ToolUse, find_tools
 from ludic.errors import ConfigError, check_value, did_you_mean
+from ludic.inference.gateway.session import Limits
+from ludic.interaction.agent_program import AgentUse, find_agent
 from ludic.recipes.actors import uses_pool, uses_queue
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
@@ -20,7 +22,8 @@ from ludic.recipes.sections import CallbacksSection, ControllersSection, RLCallb
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.code import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
-from ludic.tasks.episodic import WithTools
+from ludic.tasks.episodic import WithAgent, WithTools
+from ludic.tasks.errand import Errand
 from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym
 from ludic.tasks.rewards import success_of
@@ -51,6 +54,7 @@ TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "rising": Rising,
     "tictactoe": TicTacToe,
     "tools": Tools,
+    "errand": Errand,
 }
 
 
@@ -98,7 +102,23 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
         check_value(f"{name} of the task {recipe.task.kind}", number, remedy, whole=True, least=1)
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     functions, rollout = find_tools(recipe.tools), recipe.rollout
+    if recipe.agent.function is not None:
+        if task.max_turns > 1:
+            raise ConfigError(
+                f"agent.function needs a task of one turn, and {recipe.task.kind} has up to {task.max_turns}; leave it out"
+            )
+        return WithAgent(task, build_agent(recipe))
     return WithTools(task, ToolUse(functions, rollout.max_tool_turns, rollout.tool_timeout_s)) if functions else task
+
+
+def build_agent(recipe: Recipe) -> AgentUse:
+    """The agent of a recipe, with its limits."""
+    section = recipe.agent
+    values = {name: value for name, value in vars(section).items() if name not in ("max_calls", "max_tokens", "context")}
+    if ":" in section.train:
+        values["train"] = import_named(section.train, "agent.train")
+    limits = Limits(section.max_calls, section.max_tokens, section.context or recipe.trainer.max_seq_len)
+    return AgentUse(**{**values, "function": find_agent(str(section.function)), "limits": limits})
 
 
 def build_curriculum(recipe: Recipe, task: EpisodicTask) -> Any:

@@ -28,6 +28,7 @@ SECTIONS_BY_NAME = {
     "reference": "source",
     "loss": "loss_type",
     "teacher": "model",
+    "agent": "function",
 }
 """Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
 

@@ -18,6 +18,7 @@ from ludic.data.formats import FORMATS
 from ludic.recipes.processes import InferenceSection, PlaceSection, QueueSection, RanksSection
 from ludic.recipes.rules import setting
 from ludic.recipes.sections import (
+    AgentSection,
     CheckpointSection,
     ControllersSection,
     CriticSection,
@@ -44,8 +45,8 @@ class TaskSection:
     """The problems, their teacher and their verifier."""
 
     kind: str = MISSING
-    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `reasoning_gym`, `data` (with
-    `data` and `reward`), or a class of your own as `package.module:Class`."""
+    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `errand`, `reasoning_gym`, `data`
+    (with `data` and `reward`), or a class of your own as `package.module:Class`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
 
@@ -309,6 +310,7 @@ class Recipe(CommonSettings):
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: LoraSection = field(default_factory=LoraSection)
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
+    agent: AgentSection = field(default_factory=AgentSection)
     warmup: WarmupSection = field(default_factory=WarmupSection)
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)

@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ludic.errors import CheckpointError, ConfigError
+from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.files.checkpoints import check_model_folder
 from ludic.inference.local import LocalChatClient
+from ludic.interaction.agent_program import describe_agent
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.models.wrappers import has_adapters
@@ -241,6 +242,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 try:
                     if sampler.remote:
                         await trainer.publish()
+                    if parts.task.agent is not None and source is not None and not actors and trainer.current_step == 0:
+                        await self._try_agent(sampler)
                     if self._is_measured_on_servers and self.progress.before is None:
                         self.progress.before = await self._evaluate()
                         self.directory.write_progress(self.progress)
@@ -253,6 +256,17 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 finally:
                     if source is not None:
                         await source.aclose()
+
+    async def _try_agent(self, sampler: Sampler) -> None:
+        """Play an episode of the agent before the first step, and tell what was found. Raises
+        ConfigError if it fails."""
+        requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed).list_problems(0)
+        engine = self._make_engine(sampler=sampler)
+        try:
+            [rollout] = await engine.generate_rollouts(requests[:1], max_steps=1)
+        except RolloutError as error:
+            raise ConfigError(f"agent.function ({self.recipe.agent.function}) failed in a first episode: {error}") from error
+        self.screen.note(f"Agent: {describe_agent(rollout)}")
 
     @asynccontextmanager
     async def _open_sampler(self, processes: ActorProcesses | None) -> AsyncIterator[Sampler]:

@@ -21,6 +21,7 @@ from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec
 from ludic.inference.request import make_sampling
 from ludic.interaction import SingleAgentProtocol
+from ludic.interaction.single_agent import InteractionProtocol
 from ludic.recipes.actors import build_group_filter, choose_lag
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.runs.directory import RunDirectory
@@ -73,8 +74,11 @@ def make_engine(
     )
 
 
-def make_protocol(task: EpisodicTask, client: ChatClient, model_name: str, system_prompt: str | None) -> SingleAgentProtocol:
-    """An agent that plays an episode of the task."""
+def make_protocol(task: EpisodicTask, client: ChatClient, model_name: str, system_prompt: str | None) -> InteractionProtocol:
+    """What plays an episode of the task: its agent program if it has one, else an agent that
+    answers, and may call the task's tools."""
+    if task.agent is not None:
+        return task.agent.make_protocol(client, system_prompt=system_prompt or task.system_prompt)
     make_agent = Agent if task.tool_use is None else task.tool_use.make_agent
     agent = make_agent(
         client=client,

@@ -39,6 +39,8 @@ def try_task(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> 
     trial = _Trial(recipe, task)
     with preserved_rng():
         drawn, suites = trial.read_episodes(Random("trial"))
+        if task.agent is not None:
+            return  # it is tried with the model, when that can sample
         first = next(iter(suites.values()))
         taught = ["?"]
         if recipe.warmup.steps and recipe.warmup.data is None:

@@ -4,7 +4,7 @@ tasks around tasks, of any object with the members of a task or with tools befor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple, Protocol, TypedDict
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 from ludic.agents.tool_agent import CALLS_INFO, FAILED_INFO, ToolUse
 from ludic.envs.env import SingleAgentEnv
 from ludic.inference.prompts.template import read_template_kwargs
+from ludic.interaction.agent_program import MEASURES as AGENT_MEASURES, AgentUse
 from ludic.parsers import Parser, ParseResult
 from ludic.training.stats import Denominator, Reducer
 from ludic.training.types import RolloutScorer
@@ -181,6 +182,18 @@ class EpisodicTask(ABC):
         return None
 
     @property
+    def agent(self) -> AgentUse | None:
+        """The program that plays each episode and calls the model through a URL. None means that
+        the model answers itself."""
+        return None
+
+    @property
+    def teach(self) -> Callable[[str, Random], str] | None:
+        """What the imperfect teacher says to a prompt of an agent, which is the text that the chat
+        template makes of it: the warm-up of a task with an agent. None means no teacher."""
+        return None
+
+    @property
     def success_reward(self) -> float | None:
         """Total reward from which an episode is a success. None means undefined."""
         return None
@@ -257,7 +270,8 @@ def logged_names(task: EpisodicTask) -> list[str]:
 def task_reducers(task: EpisodicTask) -> dict[str, Reducer]:
     """Facts are shares of all samples, or of all episodes where these have several model calls.
     Measures are means over the samples that have them."""
-    each: Denominator = "samples" if task.max_turns == 1 and task.tool_use is None else "rollouts"
+    is_one_call = task.max_turns == 1 and task.tool_use is None and task.agent is None
+    each: Denominator = "samples" if is_one_call else "rollouts"
     facts = {name: Reducer("count_true", name, normalize_by=each) for name in task.facts}
     return {**facts, **{name: Reducer("mean", name) for name in task.measures}}
 
@@ -378,6 +392,45 @@ class WithTools(WrappedTask):
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         shown = self.task.show(episode, keep_answers(rollout))
         return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
+
+
+class WithAgent(WrappedTask):
+    """`task`, of one turn, which an agent of the user's own answers. The task sees what the agent
+    returned."""
+
+    def __init__(self, task: EpisodicTask, use: AgentUse) -> None:
+        super().__init__(task)
+        self._use = use
+
+    @property
+    def agent(self) -> AgentUse:
+        return self._use
+
+    @property
+    def sees_cut_off_answers(self) -> bool:
+        return True
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        return {**self.task.measures, **AGENT_MEASURES}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        return {**self.task.rates, **AGENT_MEASURES}
+
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
+        answers = {suite: [(each, keep_answers(rollout)) for each, rollout in episodes] for suite, episodes in played.items()}
+        infos = [rollout.steps[-1].info for episodes in played.values() for _, rollout in episodes]
+        means = {name: share(info[name] for info in infos if name in info) for name in AGENT_MEASURES}
+        return {**self.task.measure(answers), **means}
+
+    def show(self, episode: Episode, rollout: Rollout) -> Shown:
+        shown = self.task.show(episode, keep_answers(rollout))
+        return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
+
+    async def aclose(self) -> None:
+        self._use.close()
+        await self.task.aclose()
 
 
 def keep_answers(rollout: Rollout) -> Rollout:

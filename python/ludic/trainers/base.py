@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import wraps
 from inspect import signature
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from ludic.agents.tool_agent import given_tools
 from ludic.errors import INPUT_ERRORS, CheckpointError, ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
+from ludic.interaction.agent_program import given_agents
 from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.foreign_names import ARGUMENTS
@@ -73,6 +75,10 @@ if TYPE_CHECKING:
     from ludic.training.trainer import Trainer
 
 
+_GIVEN = {"reward": given_rewards, "tool": given_tools, "task": GIVEN_TASKS.given, "agent": given_agents}
+"""Kind of the user's objects -> gives them their names."""
+
+
 class RecipeTrainer:
     """Runs a recipe as its command does: the same settings and checks, the same folder, the same
     resume.
@@ -89,19 +95,17 @@ class RecipeTrainer:
         self,
         overrides: Sequence[Override],
         callbacks: Sequence[Callback],
-        rewards: Mapping[str, Callable[..., Any]] | None = None,
-        tools: Mapping[str, Callable[..., Any]] | None = None,
-        tasks: Mapping[str, type] | None = None,
+        own: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """`rewards`, `tools` and `tasks`: what the settings name, and only this object knows.
-        Raises ConfigError for settings that cannot be."""
+        """`own`: what the settings name, and only this object knows, by kind: `reward`, `tool`,
+        `task` and `agent`. Raises ConfigError for settings that cannot be."""
         self.callbacks = tuple(callbacks)
         """Called in addition to the callbacks of the settings. Each `train` begins with their state
         of the first one's beginning."""
         self.recipe: Any = self.kind.compose(overrides)  # type: ignore[arg-type]
         self.run: TrainingRun[Any, Any, Any] | None = None
         """The run; None before `train`."""
-        self._rewards, self._tools, self._tasks = dict(rewards or {}), dict(tools or {}), dict(tasks or {})
+        self._own = {kind: dict(objects) for kind, objects in (own or {}).items()}
         self._states: list[dict[str, Any] | None] | None = None
         self._is_stopped = False
         """Whether the present `train` was asked to end."""
@@ -151,7 +155,9 @@ class RecipeTrainer:
         self._reset_callbacks()
         self._is_stopped = self._is_set_up = False
         command = RunCommand(self.kind, arguments, resume=place, recipe=self.recipe, on_set_up=self._begin)
-        with given_rewards(self._rewards), given_tools(self._tools), GIVEN_TASKS.given(self._tasks):
+        with ExitStack() as names:
+            for kind, objects in self._own.items():
+                names.enter_context(_GIVEN[kind](objects))
             call_outside_loop(command.execute, on_interrupt=self.stop)
         if self.run is None:
             return {}
@@ -187,8 +193,7 @@ class RecipeTrainer:
                 f"{setting} has a launcher start the trainers, and {type(self).__name__} trains in this process; run `{command}`, with "
                 "reward=module:function, tools=[module:function] and callbacks.own=module:name for your own parts"
             )
-        kinds: dict[str, Mapping[str, Any]] = {"reward": self._rewards, "tool": self._tools, "task": self._tasks}
-        own = [f"{kind} {name!r}" for kind, objects in kinds.items() for name in objects]
+        own = [f"{kind} {name!r}" for kind, objects in self._own.items() for name in objects]
         if own and isinstance(self.recipe, Recipe) and uses_queue(self.recipe):
             raise ConfigError(f"the actors cannot import the {own[0]} of this process; move it to a module")
 

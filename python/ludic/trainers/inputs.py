@@ -99,6 +99,15 @@ def name_tools(tools: Tools) -> tuple[list[str], dict[str, Tool]]:
     return _name_all(tools, "tools")
 
 
+def name_agent(agent: str | Callable[..., Any]) -> tuple[str, dict[str, Callable[..., Any]]]:
+    """The setting `agent.function`, and its function if only this process knows it. Raises
+    ConfigTypeError for anything but a function."""
+    if not isinstance(agent, str) and (not callable(agent) or isinstance(agent, type)):
+        raise ConfigTypeError(f"agent ({type(agent).__name__}) must be a function of a session, or its module:function")
+    [name], own = _name_all(agent, "agents")
+    return name, own
+
+
 def _name_all(objects: Rewards | Tools, kind: str) -> tuple[list[str], dict[str, Any]]:
     """The names of all, and those that only this process knows. Raises ConfigError if two have the
     same name."""

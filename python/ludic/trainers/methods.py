@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,18 @@ from rich.console import Console
 from ludic.errors import ConfigError
 from ludic.runs.directory import DPODirectory, RMDirectory, SFTDirectory
 from ludic.trainers.base import RecipeTrainer, settings_of, with_short_errors, without_trl_names
-from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, as_plain, name_rewards, name_tools, source_of, task_of
+from ludic.trainers.inputs import (
+    Rewards,
+    Rows,
+    TaskSetting,
+    Tools,
+    as_plain,
+    name_agent,
+    name_rewards,
+    name_tools,
+    source_of,
+    task_of,
+)
 
 if TYPE_CHECKING:
     from ludic.training.callbacks import Callback
@@ -26,6 +37,7 @@ class GRPO(RecipeTrainer):
     >>> GRPO("path/to/model", reward, rows, steps=100, trainer={"lr": 1e-5}).train()
     >>> GRPO("path/to/model", task=MyTask, warmup={"steps": 0}, steps=100).train()
     >>> GRPO("path/to/model", reward, rows, tools=[look_up, add], steps=100).train()
+    >>> GRPO("path/to/model", reward, rows, agent=my_agent, steps=100).train()
 
     `settings` are settings of `ludic train`: by name, sections as mappings or with dots
     (`**{"trainer.lr": 1e-5}`). `algorithm="rloo"` is one of the others.
@@ -40,6 +52,7 @@ class GRPO(RecipeTrainer):
         dataset: Rows | None = None,
         *,
         tools: Tools | None = None,
+        agent: str | Callable[..., Any] | Mapping[str, Any] | None = None,
         task: TaskSetting | None = None,
         eval_dataset: Rows | None = None,
         reward_weights: float | Sequence[float] | None = None,
@@ -51,6 +64,8 @@ class GRPO(RecipeTrainer):
         `dataset`, whose column `prompt` is text or messages. None means that only `reward_model=`
         judges. `tools`: functions with type hints and docstrings that the model may call before it
         answers, in training and in every measurement; the reward functions get the answer.
+        `agent`: a function of a session that solves a problem by calling the model through a URL,
+        and returns the answer (docs/agents.md); a mapping has the section `agent`.
         `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of both, a class
         with the members of `ludic.tasks.EpisodicTask` or `Task`; it is `task.kind=module:Class` of
         `ludic train`, so its demonstrations warm the model up unless `warmup={"steps": 0}`;
@@ -69,7 +84,13 @@ class GRPO(RecipeTrainer):
             judging = None if settings.get("eval_reward") is not None else reward_functions
             given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())
         given["tools"], own_tools = (None, {}) if tools is None else name_tools(tools)
-        super().__init__(settings_of(model, {**task_section, **settings}, **given), callbacks, own, own_tools, own_task)
+        own_agent: dict[str, Any] = {}
+        if agent is not None and not isinstance(agent, Mapping):
+            given["agent.function"], own_agent = name_agent(agent)
+        elif agent is not None:
+            settings["agent"] = agent
+        functions: dict[str, Mapping[str, Any]] = {"reward": own, "tool": own_tools, "task": own_task, "agent": own_agent}
+        super().__init__(settings_of(model, {**task_section, **settings}, **given), callbacks, functions)
 
 
 class PPO(GRPO):

@@ -404,8 +404,11 @@ def find_row(rollout: Rollout) -> Mapping[str, Any]:
 
 def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
     """Return the model's text: a string, or messages if `conversational` or if the episode has
-    several answers. Calls of tools before an answer are not part of it."""
-    answers = answers_of(rollout)
+    several answers. Calls of tools before an answer are not part of it. Of an agent's episode it is
+    what the agent returned."""
+    answers, agent = answers_of(rollout), rollout.meta.get("agent")
+    if agent is not None:
+        return [{"role": "assistant", "content": agent["output"]}] if conversational else str(agent["output"])
     if not conversational and len(answers) == 1:
         return answers[0].action
     messages: list[Message] = []

@@ -10,10 +10,18 @@ from typing import Any, Generic, TypeVar
 
 from ludic.errors import ConfigError
 from ludic.inference.client import Episode, Sampled
-from ludic.inference.prompts.bridge import TemplateBridge
-from ludic.inference.prompts.template import ChatTemplate, Dialogue, begin_prompt, find_turn_end, read_template, special_tokens
+from ludic.inference.prompts.bridge import THINK, THINK_END, TemplateBridge
+from ludic.inference.prompts.template import (
+    ChatTemplate,
+    Dialogue,
+    begin_prompt,
+    encode_text,
+    find_turn_end,
+    read_template,
+    special_tokens,
+)
 from ludic.inference.prompts.tool_formats import ToolFormat, Tools, completion_finish_reason, count_tool_calls
-from ludic.inference.prompts.transcript import Prompt, Text, Transcript
+from ludic.inference.prompts.transcript import Prompt, Text, Transcript, Turn
 from ludic.types import Message, TokenTrace, read_list, stored
 
 V = TypeVar("V")
@@ -49,14 +57,36 @@ class Answer:
     """An answer as text, as OpenAI's message, and as tokens."""
 
     text: str
+    """Up to the first stop string."""
     message: Message
     trace: TokenTrace
+    whole: str
+    """All that was sampled, without the end token."""
+    stop: str | None
+    """The stop string that ended it."""
+    turn: Turn | None
+    """Where it is remembered; None for a tokenizer without a chat template."""
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string."""
-    positions = [position for position in (text.find(stop) for stop in stops) if position >= 0]
-    return text[: min(positions)] if positions else text
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str | None, str]:
+    """(the first stop string, the text before it); (None, the text) if there is none."""
+    found = [(position, stop) for stop in stops if (position := text.find(stop)) >= 0]
+    return (min(found)[1], text[: min(found)[0]]) if found else (None, text)
+
+
+def split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
+    """(thought, the rest) of an answer; (None, the text) of one without thoughts.
+    `opened`: the prompt has opened the thought.
+
+    >>> split_reasoning("<think>\\nhm\\n</think>\\n\\nyes", opened=False)
+    ('hm', 'yes')
+    """
+    thought, closed, said = text.partition(THINK_END)
+    if closed:
+        return thought.strip().removeprefix(THINK).strip("\n"), said.lstrip("\n")
+    if opened or text.lstrip().startswith(THINK):
+        return text.lstrip().removeprefix(THINK).strip("\n"), ""
+    return None, text
 
 
 class PromptEncoder:
@@ -67,13 +97,14 @@ class PromptEncoder:
     added. Thread-safe.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, keeps_sampled: bool = False) -> None:
+        """`keeps_sampled`: as of a `Transcript`."""
+        self.tokenizer, self._keeps_sampled = tokenizer, keeps_sampled
         self._template, self._bridge = ChatTemplate(tokenizer), TemplateBridge(tokenizer)
         self._whole: DialogueCache[list[int]] = DialogueCache()
         """The ids of dialogues that continue nothing."""
         self._lock = threading.Lock()
-        self._outside = Transcript(self._bridge, max_turns=CACHE_SIZE)
+        self._outside = Transcript(self._bridge, max_turns=CACHE_SIZE, keeps_sampled=keeps_sampled)
         """Of requests outside of episodes."""
         self._transcripts: dict[Episode, Transcript] = {}
 
@@ -83,11 +114,15 @@ class PromptEncoder:
         know."""
         return sorted(find_turn_end(self.tokenizer).ids - {getattr(self.tokenizer, "eos_token_id", None)})
 
-    def encode(self, dialogue: Dialogue, episode: Episode | None = None) -> Prompt:
-        """The prompt of a dialogue. Raises ConfigError if the template cannot render the tools."""
-        [prompt] = self.encode_batch([(dialogue, episode)])
-        if isinstance(prompt, Exception):
-            raise prompt
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of a plain text."""
+        return encode_text(self.tokenizer, text)
+
+    def encode(self, dialogue: Dialogue, episode: Episode | None = None, *, begun: Message | None = None) -> Prompt:
+        """The prompt of a dialogue, and of an answer to it that is `begun`. Raises ConfigError if
+        the template cannot render the tools."""
+        prompt = self._prepare(dialogue, episode, begun)
+        self._encode([prompt])
         return prompt
 
     def encode_batch(self, dialogues: Sequence[tuple[Dialogue, Episode | None]]) -> list[Prompt | Exception]:
@@ -98,46 +133,63 @@ class PromptEncoder:
                 prompts.append(self._prepare(dialogue, episode))
             except Exception as error:
                 prompts.append(error)
-        made = [prompt for prompt in prompts if isinstance(prompt, Prompt) and not prompt.ids]
-        texts = list(dict.fromkeys(self._source(part) for prompt in made for part in prompt.parts if isinstance(part, Text)))
-        encoded = dict(zip(texts, self._tokenize(texts), strict=True)) if texts else {}
-        for each in made:
-            for part in each.parts:
-                each.ids += self._ids_of(part, encoded) if isinstance(part, Text) else part
-            if each.parent is None:
-                each.ids = begin_prompt(self.tokenizer, each.ids)
-                self._whole.put(each.dialogue, list(each.ids))
-        for prompt in prompts:
-            if isinstance(prompt, Prompt) and prompt.prefill:
-                prompt.ids += self._tokenize(prompt.prefill)
+        self._encode([prompt for prompt in prompts if isinstance(prompt, Prompt)])
         return prompts
 
+    def _encode(self, prompts: Sequence[Prompt]) -> None:
+        """Fill in the ids."""
+        made = [prompt for prompt in prompts if not prompt.ids]
+        texts = list(dict.fromkeys(self._source(part) for prompt in made for part in prompt.parts if isinstance(part, Text)))
+        encoded = dict(zip(texts, self._tokenize(texts), strict=True)) if texts else {}
+        for prompt in made:
+            for part in prompt.parts:
+                prompt.ids += self._ids_of(part, encoded) if isinstance(part, Text) else part
+            if prompt.parent is None:
+                prompt.ids = begin_prompt(self.tokenizer, prompt.ids)
+                self._whole.put(prompt.dialogue, list(prompt.ids))
+        for prompt in prompts:
+            if prompt.appended:
+                prompt.ids += self._tokenize(prompt.appended)
+
     def read_answer(
-        self, prompt: Prompt, sampled: Sampled, *, stops: Sequence[str] = (), episode: Episode | None = None
+        self,
+        prompt: Prompt,
+        sampled: Sampled,
+        *,
+        stops: Sequence[str] = (),
+        episode: Episode | None = None,
+        splits_reasoning: bool = False,
     ) -> Answer:
         """The answer to a prompt as text and as a message, with its calls of tools if the prompt
         offers tools. It is cut at the first of the texts `stops`, and remembered for the later
-        turns of its episode."""
+        turns of its episode. `splits_reasoning`: thoughts are in `reasoning_content`, and not in
+        `content`."""
         dialogue, trace = prompt.dialogue, sampled.trace
         completion_ids = read_list(trace, "completion_token_ids")
         said = completion_ids[:-1] if sampled.ended else completion_ids
-        whole = prompt.prefill + self.decode(said)
-        text = cut_at_stop(whole, stops)
-        message: Message = {"role": "assistant", "content": text}
+        whole = prompt.begun + self.decode(said)
+        stop, text = cut_at_stop(whole, stops)
+        opened = self.decode(prompt.ids[-8:], special=True).rstrip().endswith(THINK) if splits_reasoning else False
+        thought, said_text = split_reasoning(text, opened=opened) if splits_reasoning else (None, text)
+        message: Message = {"role": "assistant", "content": said_text}
         if dialogue.tools:
-            tool_format, written = self.tool_format(dialogue.tools), text
-            if any(text in tool_format.tokens for text in special_tokens(self.tokenizer).values()):
-                written = cut_at_stop(prompt.prefill + self.decode(said, special=True), stops)
+            tool_format, written = self.tool_format(dialogue.tools), said_text
+            if any(token in tool_format.tokens for token in special_tokens(self.tokenizer).values()):
+                written = cut_at_stop(prompt.begun + self.decode(said, special=True), stops)[1]
+                written = split_reasoning(written, opened=opened)[1] if splits_reasoning else written
             called = tool_format.message(written, dialogue.tools, first_id=count_tool_calls(dialogue.messages))
             message = called if "tool_calls" in called else message
+        if thought:
+            message["reasoning_content"] = thought
+        turn = None
         if prompt.keys:
             with self._lock:
-                self._transcript(episode).add(prompt, completion_ids, ended=sampled.ended, answer=message, text=whole)
+                turn = self._transcript(episode).add(prompt, completion_ids, ended=sampled.ended, answer=message, text=whole)
         reason = completion_finish_reason(str(trace.finish_reason), message)
         prompt_ids, ids, logps = (
             stored(trace, name) for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
         )
-        return Answer(text, message, TokenTrace(prompt_ids, ids, logps, reason, trace.candidates))
+        return Answer(text, message, TokenTrace(prompt_ids, ids, logps, reason, trace.candidates), whole, stop, turn)
 
     def tool_format(self, tools: Tools) -> ToolFormat:
         """How the template writes calls. Raises ConfigError if it does not, or writes them in none
@@ -150,10 +202,10 @@ class PromptEncoder:
         """The text of an answer, without special tokens unless `special`."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
-    def _prepare(self, dialogue: Dialogue, episode: Episode | None) -> Prompt:
+    def _prepare(self, dialogue: Dialogue, episode: Episode | None, begun: Message | None = None) -> Prompt:
         if read_template(self.tokenizer):
             with self._lock:
-                prompt = self._transcript(episode).prepare(dialogue)
+                prompt = self._transcript(episode).prepare(dialogue, begun)
         else:
             prompt = Prompt(dialogue, (), "root")
         if prompt.parent is None:
@@ -161,8 +213,10 @@ class PromptEncoder:
             if not prompt.ids:
                 shown = prompt.dialogue
                 prompt.parts = [Text(self._template.render(shown.messages, shown.tools, **shown.template_kwargs))]
-        if dialogue.forced is not None:
-            prompt.prefill = self._bridge.begin_call(dialogue)
+        if begun is not None and not prompt.begun:
+            prompt.begun = prompt.appended = str(begun.get("content") or "")
+        elif dialogue.forced is not None:
+            prompt.begun = prompt.appended = self._bridge.begin_call(dialogue)
         return prompt
 
     def _source(self, part: Text) -> str:
@@ -186,7 +240,7 @@ class PromptEncoder:
         if episode is None or episode.is_over:
             return self._outside
         if episode not in self._transcripts:
-            self._transcripts[episode] = Transcript(self._bridge)
+            self._transcripts[episode] = Transcript(self._bridge, keeps_sampled=self._keeps_sampled)
             episode.on_end(self._drop)
         return self._transcripts[episode]
 

@@ -65,7 +65,7 @@ class Text:
 
 @dataclass
 class Prompt:
-    """A prompt: the ids that are known from an earlier turn, and what is to be encoded."""
+    """A prompt: the ids that are known from an earlier turn, and the texts to encode."""
 
     dialogue: Dialogue
     """With the reasoning of earlier answers that the client left out."""
@@ -83,8 +83,10 @@ class Prompt:
     """Ids, and texts to encode; empty for a prompt that is to be rendered as a whole."""
     ids: list[int] = field(default_factory=list)
     """[P] all ids, once they are encoded."""
-    prefill: str = ""
+    begun: str = ""
     """Text at the end of the prompt that begins the answer."""
+    appended: str = ""
+    """The part of `begun` that is yet to be encoded."""
 
 
 class Transcript:
@@ -111,8 +113,9 @@ class Transcript:
         """The key of all messages of a prompt -> its turns."""
         self._count = 0
 
-    def prepare(self, dialogue: Dialogue) -> Prompt:
-        """The prompt of a dialogue. Raises what the template raises."""
+    def prepare(self, dialogue: Dialogue, begun: Message | None = None) -> Prompt:
+        """The prompt of a dialogue, and of an answer to it that is `begun`. Raises what the
+        template raises."""
         messages, keys = list(dialogue.messages), message_keys(dialogue)
         answers = [place for place in range(1, len(messages)) if messages[place].get("role") == "assistant"]
         found = {place: known for place in reversed(answers) if (known := self._find(keys[place], messages[place]))}
@@ -120,6 +123,10 @@ class Transcript:
             if (thought := turn.answer.get("reasoning_content")) and not messages[place].get("reasoning_content"):
                 messages[place] = {**messages[place], "reasoning_content": thought}
         shown = replace(dialogue, messages=messages)
+        if begun is not None and (known := self._find(keys[-1], begun)):
+            turn, added = known
+            ids = turn.ids()[:-1] if turn.ended else turn.ids()
+            return Prompt(shown, keys, "continues", turn, len(ids), [ids, Text(added)], begun=turn.text + added)
         for place, (turn, added) in found.items():
             bridge = self._bridge.after(shown, place) if self._keeps_sampled or self._bridge.keeps(shown, place) else None
             if bridge is not None:

@@ -118,6 +118,7 @@ class VLLMChatClient(PushTarget):
             connection_timeout_s=connection_timeout_s,
         )
         self._settings.room.lengths.update(self._servers.context_lengths)
+        self.tokenizer = tokenizer
         tokens = None if tokenizer is None else PromptEncoder(tokenizer)
         self._token_completions = TokenCompletions(self._servers, self._settings, tokens)
         self._completions = (

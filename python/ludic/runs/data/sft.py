@@ -22,6 +22,7 @@ from ludic.recipes.build import build_task
 from ludic.recipes.epochs_schema import SFTRecipe, list_data_files
 from ludic.recipes.schema import Recipe
 from ludic.tasks import EpisodicTask, as_episodic
+from ludic.tasks.agent_demonstrations import AgentDemonstrations
 from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import BatchSourceBase
@@ -319,7 +320,7 @@ class Warmup:
         """Read and tokenize all rows, so that a wrong one is found before anything is written. A
         task without demonstrations has no steps."""
         section = recipe.warmup
-        if section.data is None and section.steps and task.demonstrations(1, Random("trial")) is None:
+        if section.data is None and section.steps and not _has_teacher(task):
             if recipe.mode in ("sft", "sft+rl"):
                 raise ConfigError(f"mode={recipe.mode} needs demonstrations, and the task has none; set warmup.data=FILE")
             return cls(None, 0)
@@ -333,11 +334,13 @@ class Warmup:
         epochs = 1 if section.epochs is None else section.epochs
         return cls(items, epochs * -(-len(items) // section.batch_size), formats)
 
-    def make_source(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> DemonstrationSource | ItemBatchSource:
+    def make_source(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Any:
         """The batches, which follow from the seed: a resumed run gets the same."""
         batch_size, seed = recipe.warmup.batch_size, recipe.seed
         if self.items is None:
             prompt = recipe.rollout.system_prompt
+            if task.agent is not None:
+                return AgentDemonstrations(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=prompt)
             return DemonstrationSource(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=prompt)
         source = ItemBatchSource(self.items, batch_size=batch_size, seed=seed, name="warmup")
         source.unshard()  # all ranks share its batches
@@ -347,3 +350,9 @@ class Warmup:
         if self.items is None:
             return f"Warm-up: {self.steps} steps on demonstrations of an imperfect teacher"
         return f"Warm-up: {self.steps} steps on {len(self.items):,} samples of {'; '.join(self.formats)}"
+
+
+def _has_teacher(task: EpisodicTask) -> bool:
+    if task.agent is not None:
+        return task.teach is not None
+    return task.demonstrations(1, Random("trial")) is not None

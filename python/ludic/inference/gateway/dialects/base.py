@@ -1,0 +1,148 @@
+"""What all dialects share: a request in one form, an answer in one form, errors and events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from ludic.types import Message
+
+T = TypeVar("T")
+
+encode = msgspec.json.Encoder().encode
+"""JSON as bytes."""
+TEXT_PARTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"}
+
+
+class CallError(Exception):
+    """A call that is answered with an error: its status, its code in OpenAI's form, and why.
+
+    403 ends the call for all clients that were tried; they ask again after 409, 429 and 5xx.
+    """
+
+    def __init__(self, why: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(why)
+        self.status, self.code = status, code
+
+
+@dataclass
+class Ask:
+    """A request in one form."""
+
+    messages: list[Message]
+    model: str = ""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    stream: bool = False
+    n: int = 1
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    logprobs: bool = False
+    include_usage: bool = False
+    begun: Message | None = None
+    """An assistant message that the answer continues."""
+    prompt: str | list[int] | None = None
+    """Text or ids of a plain completion, instead of messages."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Its `temperature`, `top_p` and other settings of sampling, which a run replaces by its
+    own."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One sampled answer."""
+
+    text: str
+    """Without reasoning and calls."""
+    reasoning: str | None
+    tool_calls: Sequence[Mapping[str, Any]]
+    finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
+    num_prompt: int
+    num_completion: int
+    num_cached: int
+    """Leading tokens of the prompt that an earlier call had."""
+    logprobs: Sequence[tuple[str, float]] = ()
+    """(text, log-probability) of each token, if they were asked for."""
+    stop_text: str | None = None
+    """The stop string that ended it."""
+
+
+class Sampling(Struct):
+    """Settings of sampling that dialects share."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The settings of the request, by name."""
+        return {name: value for name in Sampling.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
+class Part(Struct):
+    """A part of a content, or one item of a list of such."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = str | list[Part] | None
+
+
+def join_text(content: Content, where: str) -> str:
+    """The text of a content. Raises CallError for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in TEXT_PARTS:
+            raise CallError(f"{where} has a part of type {part.type!r}; the model reads text only")
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def make_call(ident: str | None, name: str, arguments: str) -> dict[str, Any]:
+    """A call in OpenAI's form."""
+    return {"id": ident or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def make_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description or "", "parameters": dict(parameters or {"type": "object"})},
+    }
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """The body as this struct. Raises CallError for anything else."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CallError(f"the body is not a request of this endpoint: {error}") from None
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + encode(data) + b"\n\n"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+def openai_error(why: str, status: int, code: str | None) -> dict[str, Any]:
+    """The body of an error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": why, "type": kind, "param": None, "code": code}}
+
+
+Events = Iterator[bytes]

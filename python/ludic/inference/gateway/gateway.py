@@ -1,0 +1,300 @@
+"""The gateway: an HTTP server in this process that samples from the run's engine, so that an agent
+needs nothing but an address and a key. It has no endpoint that opens or closes a session, and none
+for rewards: what an agent sends is not trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from ludic.errors import ConfigError
+from ludic.inference.client import Episode, SamplesTokens, current_episode
+from ludic.inference.gateway.dialects import chat, completions, messages, responses
+from ludic.inference.gateway.dialects.base import Ask, CallError, encode, openai_error
+from ludic.inference.gateway.http import Exchange, HttpServer, Reply, Request
+from ludic.inference.gateway.session import REPLIES, Answering, Limits, Session, new_key
+from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.request import SamplingParams
+from ludic.types import Message
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+DIALECTS: Mapping[str, Any] = {each.PATH: each for each in (chat, responses, messages, completions)}
+RETRY_GRACE_S = 2.0
+"""How long the sample of a client that has gone is kept for its second attempt."""
+START_S = 30.0
+
+
+class Gateway:
+    """Serves the policy to agents. One for each process; it has a thread and an event loop of its
+    own, because the trainer blocks its loop while it computes.
+
+    >>> with Gateway(client, tokenizer) as gateway:
+    ...     session = gateway.open(prompt="2+2=", sampling=SamplingParams(1.0), seed=0)
+    ...     # an agent calls session.base_url with session.api_key
+    ...     calls = await gateway.close_session(session)
+
+    `client` samples; its `sample_tokens` is called on the gateway's loop. `history`: `template`
+    follows what the chat template shows of earlier turns, `sampled` keeps every answer as it was
+    sampled. `sampling`: `run` takes the settings of the run, `harness` those of each request.
+    `unsupported`: `error` refuses formats that need constrained decoding, `ignore` answers without.
+    """
+
+    def __init__(
+        self,
+        client: SamplesTokens,
+        tokenizer: Any,
+        *,
+        history: str = "template",
+        sampling: str = "run",
+        unsupported: str = "error",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str | None = None,
+    ) -> None:
+        if not isinstance(client, SamplesTokens):
+            raise ConfigError(f"{type(client).__name__} has no sample_tokens; agents need the in-process engine, vLLM or SGLang")
+        self._client, self._host, self._port = client, host, port
+        self._encoder = PromptEncoder(tokenizer, keeps_sampled=history == "sampled")
+        self._harness_sampling, self._ignores = sampling == "harness", unsupported == "ignore"
+        self._sessions: dict[str, Answering] = {}
+        self._jobs: dict[str, set[_Job]] = {}
+        """Key of a session -> its calls that are being answered, or were not received yet."""
+        self._public_url = public_url
+        self._server = HttpServer(self._handle)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Gateway:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """The address that agents on this machine use, without a path."""
+        return self._public_url or f"http://{self._host}:{self._port}"
+
+    def start(self) -> None:
+        """Begin to serve. A second call does nothing."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
+            self._thread.start()
+            self._port = self._run(self._server.listen(self._host, self._port)).result(START_S)
+
+    def stop(self) -> None:
+        """End all sessions, connections and the thread."""
+        if self._loop is not None and self._thread is not None:
+            self._run(self._end()).result(START_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(START_S)
+            self._loop.close()
+            self._loop = self._thread = None
+
+    def open(
+        self,
+        *,
+        sampling: SamplingParams,
+        seed: int | None = None,
+        limits: Limits | None = None,
+        prompt: str = "",
+        messages: Sequence[Message] = (),
+        row: Mapping[str, Any] | None = None,
+        workspace: str | None = None,
+        socket: Path | None = None,
+    ) -> Session:
+        """A session for one episode. `socket`: a file at which this session alone is served, for an
+        agent without a network."""
+        self.start()
+        session = Session(f"{self.url}/v1", new_key(), prompt, messages, row or {}, seed=seed, workspace=workspace)
+        answering = Answering(
+            session,
+            self._client,
+            self._encoder,
+            current_episode() or Episode(),
+            sampling,
+            limits or Limits(),
+            harness_sampling=self._harness_sampling,
+        )
+        self._sessions[session.api_key] = answering
+        if socket is not None:
+            self._run(self._server.listen_at(socket, session.api_key)).result(START_S)
+        return session
+
+    async def close_session(self, session: Session) -> Answering:
+        """End a session: calls in flight are cancelled, later ones are refused. Returns what it
+        counted; `session.calls` has its calls."""
+        return await asyncio.wrap_future(self._run(self._close(session)))
+
+    async def _close(self, session: Session) -> Answering:
+        answering = self._sessions.pop(session.api_key)
+        answering.is_over = True
+        self._server.stop_listening(session.api_key)
+        for job in list(self._jobs.pop(session.api_key, ())):
+            await job.end()
+        return answering
+
+    async def _end(self) -> None:
+        for answering in list(self._sessions.values()):
+            await self._close(answering.session)
+        await self._server.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop is None:
+            work.close()
+            raise RuntimeError("the gateway is not serving; call start()")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _handle(self, request: Request) -> Exchange:
+        """The exchange of a request. Never raises."""
+        key, path = _find_key(request)
+        dialect = DIALECTS.get(path)
+        error_body: Callable[..., dict[str, Any]] = dialect.error_body if dialect else openai_error
+        try:
+            if path in ("/", "/health"):
+                return _exchange(Reply(200, b"{}"))
+            answering = self._sessions.get(key)
+            if answering is None:
+                raise CallError("the key is not of a running episode", 401)
+            if path == "/v1/models" or path.startswith("/v1/models/"):
+                return _exchange(Reply(200, encode(_models(path, answering.session.model))))
+            if request.method != "POST" or (dialect is None and path != messages.COUNT_PATH):
+                raise CallError(f"{request.method} {path} is no endpoint of the gateway", 404)
+            if path == messages.COUNT_PATH:
+                return _exchange(Reply(200, messages.count_body(answering.count_tokens(messages.read(request.body)))))
+            return self._call(answering, dialect, request)
+        except CallError as error:
+            return _exchange(Reply(error.status, encode(error_body(str(error), error.status, error.code))))
+        except Exception as error:
+            logger.exception("the gateway failed on a request")
+            return _exchange(Reply(500, encode(error_body(f"{type(error).__name__}: {error}", 500, None))))
+
+    def _call(self, answering: Answering, dialect: Any, request: Request) -> Exchange:
+        ask: Ask = dialect.read(request.body, ignore_format=self._ignores)
+        ident = request.headers.get("idempotency-key") or hashlib.blake2b(request.body, digest_size=16).hexdigest()
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0" or "idempotency-key" in request.headers
+        job = answering.replies.get(ident) if is_retry else None
+        if job is None or job.has_failed:
+            jobs = self._jobs.setdefault(answering.session.api_key, set())
+            job = answering.replies[ident] = _Job(answering, dialect, ask, jobs)
+            while len(answering.replies) > REPLIES:
+                del answering.replies[next(iter(answering.replies))]
+        return job.exchange(dialect.PING if ask.stream else None)
+
+
+class _Job:
+    """One call, from its request to the receipt of its answer. Several requests wait for it if a
+    client asks again."""
+
+    def __init__(self, answering: Answering, dialect: Any, ask: Ask, running: set[_Job]) -> None:
+        self._answering, self._dialect, self._ask, self._running = answering, dialect, ask, running
+        self._waiting = 0
+        self._settles: list[Callable[[bool], None]] = []
+        running.add(self)
+        self._task = asyncio.ensure_future(self._sample())
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody has seen it
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without an answer, so that a second attempt samples."""
+        return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
+
+    def exchange(self, ping: bytes | None) -> Exchange:
+        """One more request that waits for the answer."""
+        self._waiting += 1
+        return Exchange(asyncio.ensure_future(self._reply()), ping, self._receive, self._lose)
+
+    async def end(self) -> None:
+        """Cancel it; an answer that nobody has got is lost."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._settle(delivered=False)
+
+    async def _sample(self) -> Reply:
+        dialect, ask = self._dialect, self._ask
+        answers = await self._answering.answer(ask, dialect.__name__.rpartition(".")[2])
+        self._settles = [settle for _, _, settle in answers]
+        shown, ident = [answered for answered, _, _ in answers], f"{dialect.ID}{uuid4().hex[:24]}"
+        if ask.stream:
+            return Reply(200, b"".join(dialect.stream(ask, shown, ident)), "text/event-stream")
+        return Reply(200, encode(dialect.write(ask, shown, ident)))
+
+    async def _reply(self) -> Reply:
+        """The answer, or the error as the dialect tells it."""
+        error: CallError
+        try:
+            return await asyncio.shield(self._task)
+        except CallError as refused:
+            error = refused
+        except asyncio.CancelledError:
+            if not self._task.cancelled():
+                raise
+            error = CallError("the episode is over; no call is answered any more", 403)
+        except Exception as failed:
+            logger.exception("the gateway failed on a call")
+            error = CallError(f"{type(failed).__name__}: {failed}", 500)
+        return Reply(error.status, encode(self._dialect.error_body(str(error), error.status, error.code)))
+
+    def _receive(self) -> None:
+        self._settle(delivered=True)
+
+    def _lose(self) -> None:
+        self._waiting -= 1
+        asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._waiting:
+            self._task.cancel()
+            self._settle(delivered=False)
+
+    def _settle(self, *, delivered: bool) -> None:
+        settles, self._settles = self._settles, []
+        for settle in settles:
+            settle(delivered)
+        if settles or self.has_failed or not delivered:
+            self._running.discard(self)
+
+
+def _exchange(reply: Reply) -> Exchange:
+    done: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    done.set_result(reply)
+    return Exchange(done)
+
+
+def _find_key(request: Request) -> tuple[str, str]:
+    """(the key, the path without it). Programs that cannot set a header have it in the path:
+    `/e/KEY/v1/...`. On the socket of a session no key is needed."""
+    path = request.path
+    if path.startswith("/e/") and path.count("/") >= 3:
+        _, _, key, rest = path.split("/", 3)
+        return key, _normal(f"/{rest}")
+    headers = request.headers
+    bearer = headers.get("authorization", "")
+    sent = [headers.get("x-api-key", ""), bearer[7:] if bearer[:7].lower() == "bearer " else "", headers.get("api-key", "")]
+    keys = [each for each in sent if each.startswith("sk-ludic-")]
+    return (request.key_hint or next(iter(keys), "")), _normal(path)
+
+
+def _normal(path: str) -> str:
+    """The path with one `/v1`: clients add it to an address that has it, or leave it out."""
+    while path.startswith("/v1/v1/"):
+        path = path[3:]
+    return path if path.startswith("/v1/") or path in ("/", "/health") else f"/v1{path}"
+
+
+def _models(path: str, name: str) -> dict[str, Any]:
+    """The list of models, or the one that was asked for: every name is the policy."""
+    asked = path.removeprefix("/v1/models").strip("/")
+    model = {"id": asked or name, "object": "model", "created": 0, "owned_by": "ludic"}
+    return model if asked else {"object": "list", "data": [model]}

@@ -1,0 +1,317 @@
+"""One episode of an agent: its key, its limits, and the calls that it made, each with the exact
+tokens that the model read and sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import Any
+from uuid import uuid4
+
+from ludic.columns import find_token_fault
+from ludic.errors import ConfigError, DataError
+from ludic.inference.client import Episode, Sampled, SamplesTokens, as_episode
+from ludic.inference.gateway.dialects.base import Answered, Ask, CallError
+from ludic.inference.prompts.encoder import Answer, PromptEncoder
+from ludic.inference.prompts.template import Dialogue
+from ludic.inference.prompts.transcript import Prompt, Turn
+from ludic.inference.request import ChatCompletionRequest, SamplingParams, ToolRequest, derive_seed
+from ludic.types import Message, TokenTrace, read_list
+
+IN_FLIGHT = 64
+"""Calls of one session at a time."""
+REPLIES = 64
+"""Replies that are kept for clients that ask again."""
+SAMPLE_S = 600.0
+"""Deadline of one sample."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one episode."""
+
+    max_calls: int = 50
+    max_tokens: int | None = None
+    """Sampled tokens of all calls together."""
+    context: int | None = None
+    """Tokens of a prompt and its answer; None leaves it to the engine."""
+
+
+@dataclass
+class Call:
+    """One call of an agent that was answered: what the model read and sampled."""
+
+    number: int
+    """By the time of its answer, from 0."""
+    turn: Turn | None
+    """Its ids, and the call that it continues; None for a plain completion."""
+    parent: int | None
+    """The number of the call that it continues."""
+    reason: str
+    """Why it continues a call, or none (`Prompt.reason`)."""
+    trace: TokenTrace
+    policy_version: int
+    dialect: str
+    model: str
+    """The name that the agent asked for."""
+    messages: Sequence[Message]
+    """The messages after those of the parent."""
+    answer: Message
+    text: str
+    """All that was sampled, as text."""
+    seconds: float
+    """From the request to the answer."""
+    weight_versions: Sequence[Mapping[str, Any]] = ()
+    delivered: bool = False
+    """Whether the agent has got the answer. One that it has not is no part of the episode."""
+
+
+@dataclass
+class Session:
+    """What an agent is given: an address and a key, and the problem to solve.
+
+    `calls` are its answered calls so far. `client()` is a client of the `openai` package that is
+    already set up; any other library works with `base_url` and `api_key`.
+    """
+
+    base_url: str
+    """OpenAI's, ends with `/v1`."""
+    api_key: str = field(repr=False)
+    prompt: str
+    """The problem as text: the last message of the user."""
+    messages: Sequence[Message] = ()
+    """The problem as messages."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The columns of its row, for a task with data, the right answer among them: what the agent
+    shows the model of it is up to the agent."""
+    model: str = "policy"
+    seed: int | None = None
+    workspace: str | None = None
+    """The folder of the episode, for commands."""
+    calls: list[Call] = field(default_factory=list)
+    _clients: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def anthropic_base_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
+
+    def client(self) -> Any:
+        """An `openai.AsyncOpenAI` for this session, which is closed when the agent has ended."""
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        # Loading certificates takes longer than a short episode, and the gateway has none.
+        http = DefaultAsyncHttpxClient(trust_env=False, verify=not self.base_url.startswith("http://"))
+        self._clients.append(AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http))
+        return self._clients[-1]
+
+    async def close_clients(self) -> None:
+        """Close what `client` made."""
+        while self._clients:
+            await self._clients.pop().close()
+
+    def environment(self) -> dict[str, str]:
+        """The variables by which OpenAI's and Anthropic's libraries find the model."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "LUDIC_MODEL": self.model,
+        }
+
+
+def new_key() -> str:
+    return f"sk-ludic-{secrets.token_urlsafe(18)}"
+
+
+class Answering:
+    """Answers the calls of one session by sampling. Belongs to the gateway's event loop."""
+
+    def __init__(
+        self,
+        session: Session,
+        client: SamplesTokens,
+        encoder: PromptEncoder,
+        episode: Episode,
+        sampling: SamplingParams,
+        limits: Limits,
+        *,
+        harness_sampling: bool = False,
+    ) -> None:
+        self.session, self.limits, self.sampling = session, limits, sampling
+        self.is_over = False
+        self.error: Exception | None = None
+        """The first failure of the engine, which is not the agent's fault."""
+        self.counts: Counter[str] = Counter()
+        """`refused` and `undelivered` calls, `nonzero` replies, and names of ignored settings."""
+        self.replies: dict[str, Any] = {}
+        """Hash of a request -> its job, for a client that asks again."""
+        self._client, self._encoder, self._episode = client, encoder, episode
+        self._harness_sampling = harness_sampling
+        self._in_flight = self._num_sampled = 0
+        self._drawn: dict[bytes, set[int]] = {}
+        """Hash of a prompt -> the numbers of its samples that were delivered or are in flight."""
+        self._numbers: dict[int, int] = {}
+        """Number of a turn -> that of its call."""
+
+    async def answer(self, ask: Ask, dialect: str) -> list[tuple[Answered, Call, Callable[[bool], None]]]:
+        """`ask.n` samples: each as text, as a call, and a function to call with whether the agent
+        has got it. Raises CallError for a call that is refused."""
+        started = monotonic()
+        self._check_limits(ask)
+        prompt = self._prepare(ask)
+        room = self._room(ask, len(prompt.ids))
+        key = hashlib.blake2b(array("i", prompt.ids).tobytes(), digest_size=8).digest()
+        drawn = self._drawn.setdefault(key, set())
+        numbers = [number for number in range(len(drawn) + ask.n) if number not in drawn][: ask.n]
+        drawn.update(numbers)
+        self._in_flight += ask.n
+        try:
+            sampled = await asyncio.gather(*(self._sample(prompt, ask, room, key, number) for number in numbers))
+        except BaseException:
+            drawn.difference_update(numbers)
+            raise
+        finally:
+            self._in_flight -= ask.n
+        answers: list[tuple[Answered, Call, Callable[[bool], None]]] = []
+        for each, number in zip(sampled, numbers, strict=True):
+            answered, call = self._read(prompt, ask, each, dialect, monotonic() - started)
+
+            answers.append((answered, call, partial(self._settle, call, drawn, number)))
+        return answers
+
+    def _settle(self, call: Call, drawn: set[int], number: int, delivered: bool) -> None:
+        call.delivered = delivered
+        if not delivered:
+            drawn.discard(number)
+            self.counts["undelivered"] += 1
+            return
+        self.session.calls.append(call)
+        call.number = len(self.session.calls) - 1
+        if call.turn is not None:
+            self._numbers[call.turn.number] = call.number
+
+    def count_tokens(self, ask: Ask) -> int:
+        """The tokens of the prompt of a call."""
+        return len(self._prepare(ask).ids)
+
+    def _check_limits(self, ask: Ask) -> None:
+        for name, value in ask.sampling.items():
+            if not self._harness_sampling:
+                self.counts[f"ignored {name}={value}"] += 1
+        if self.is_over:
+            raise CallError("the episode is over; no call is answered any more", 403)
+        if not 1 <= ask.n <= IN_FLIGHT:
+            raise CallError(f"n ({ask.n}) must be from 1 to {IN_FLIGHT}")
+        if ask.max_tokens is not None and ask.max_tokens < 1:
+            raise CallError(f"max_tokens ({ask.max_tokens}) must be at least 1")
+        if len(self.session.calls) + self._in_flight + ask.n > self.limits.max_calls:
+            self.counts["refused"] += 1
+            raise CallError(f"the episode may make {self.limits.max_calls} calls, and has made them", 403)
+        if self._in_flight + ask.n > IN_FLIGHT:
+            raise CallError(f"a session may have {IN_FLIGHT} calls at a time", 429)
+
+    def _room(self, ask: Ask, length: int) -> int:
+        """How many tokens the answer may have."""
+        limits, room = self.limits, self.sampling.max_tokens
+        if limits.context is not None:
+            if length >= limits.context:
+                why = f"prompt is too long: {length} tokens > {limits.context - 1} maximum"
+                raise CallError(why, 400, "context_length_exceeded")
+            room = min(room, limits.context - length)
+        if limits.max_tokens is not None:
+            left = limits.max_tokens - self._num_sampled
+            if left < 1:
+                self.counts["refused"] += 1
+                raise CallError(f"the episode may sample {limits.max_tokens} tokens, and has sampled them", 403)
+            room = min(room, left)
+        return min(room, ask.max_tokens) if ask.max_tokens else room
+
+    def _prepare(self, ask: Ask) -> Prompt:
+        if ask.prompt is not None:
+            ids = self._encoder.encode_text(ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
+            try:
+                fault = find_token_fault(ids, vocab_size=len(self._encoder.tokenizer))
+            except DataError as error:
+                fault = str(error)
+            if fault:
+                raise CallError(f"prompt has {fault}")
+            return Prompt(Dialogue([]), (), "root", ids=ids)
+        tools = ToolRequest(ask.tools, ask.tool_choice) if ask.tools else None
+        request = ChatCompletionRequest(self.session.model, ask.messages, tools=tools)
+        try:
+            return self._encoder.encode(Dialogue.of(request), self._episode, begun=ask.begun)
+        except Exception as error:  # of the template, which may raise anything
+            raise CallError(f"the chat template cannot render this conversation: {error}") from error
+
+    async def _sample(self, prompt: Prompt, ask: Ask, room: int, key: bytes, number: int) -> Sampled:
+        given = _valid(ask.sampling) if self._harness_sampling else {}
+        stop = [*self.sampling.stop_texts, *ask.stop]
+        try:
+            sampling = SamplingParams(**{**vars(self.sampling), **given, "max_tokens": room, "stop": stop})
+        except ConfigError as error:
+            raise CallError(str(error)) from None
+        base = self.session.seed
+        seed = None if base is None else derive_seed(base ^ int.from_bytes(key[:4], "little"), number + 1)
+        try:
+            with as_episode(self._episode):
+                async with asyncio.timeout(SAMPLE_S):
+                    return await self._client.sample_tokens(prompt.ids, sampling=sampling, seed=seed)
+        except Exception as error:  # of the engine, which may be the user's
+            self.error = self.error or error
+            raise CallError(f"the model could not answer: {error}", 503) from error
+
+    def _read(self, prompt: Prompt, ask: Ask, sampled: Sampled, dialect: str, seconds: float) -> tuple[Answered, Call]:
+        stops = [*self.sampling.stop_texts, *ask.stop]
+        answer = self._encoder.read_answer(prompt, sampled, stops=stops, episode=self._episode, splits_reasoning=True)
+        ids = read_list(sampled.trace, "completion_token_ids")
+        self._num_sampled += len(ids)
+        parent = prompt.parent
+        seen = 0 if parent is None else len(parent.keys)
+        call = Call(
+            number=-1,
+            turn=answer.turn,
+            parent=None if parent is None else self._numbers.get(parent.number),
+            reason=prompt.reason,
+            trace=answer.trace,
+            policy_version=sampled.policy_version,
+            dialect=dialect,
+            model=ask.model,
+            messages=list(ask.messages[seen:]) if ask.prompt is None else [{"role": "user", "content": str(ask.prompt)}],
+            answer=answer.message,
+            text=answer.whole,
+            seconds=seconds,
+            weight_versions=sampled.weight_versions,
+        )
+        return _shown(answer, ask, prompt, ids, self._encoder), call
+
+
+def _valid(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sampling.items() if name in SamplingParams.__dataclass_fields__}
+
+
+def _shown(answer: Answer, ask: Ask, prompt: Prompt, ids: Sequence[int], encoder: PromptEncoder) -> Answered:
+    """The answer as dialects write it. Ids of calls are new, as on servers."""
+    message = answer.message
+    for call in message.get("tool_calls") or ():
+        call["id"] = f"call_{uuid4().hex[:24]}"
+    logps = read_list(answer.trace, "completion_logprobs") or [] if ask.logprobs else []
+    return Answered(
+        text=str(message.get("content") or "").removeprefix(str((ask.begun or {}).get("content") or "")),
+        reasoning=message.get("reasoning_content"),
+        tool_calls=message.get("tool_calls") or (),
+        finish_reason=str(answer.trace.finish_reason),
+        num_prompt=len(prompt.ids),
+        num_completion=len(ids),
+        num_cached=prompt.shared,
+        logprobs=[(encoder.decode([token], special=True), logp) for token, logp in zip(ids, logps, strict=False)],
+        stop_text=answer.stop,
+    )

@@ -1,0 +1,89 @@
+"""The batch source of the warm-up of an agent: the agent plays with an imperfect teacher in place
+of the model, through the same gateway, so that demonstrations have the agent's own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from ludic.inference.client import Sampled
+from ludic.inference.prompts.template import find_turn_end
+from ludic.inference.request import InferenceSpec, ReturnSpec, SamplingParams
+from ludic.tasks.episodic import EpisodicTask
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.rollouts.engine import RolloutEngine
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch, SAWItem
+from ludic.types import TokenTrace
+
+LESSONS = 512
+"""Episodes of the teacher."""
+
+
+class _Teacher:
+    """A client that says what `EpisodicTask.teach` says. It follows from the seed of a call."""
+
+    def __init__(self, task: EpisodicTask, tokenizer: Any) -> None:
+        self.tokenizer, self._task = tokenizer, task
+        self._end = find_turn_end(tokenizer).token
+
+    async def complete_tokens(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+    ) -> TokenTrace:
+        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed)).trace
+
+    async def sample_tokens(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+    ) -> Sampled:
+        teach = self._task.teach
+        assert teach is not None
+        said = teach(self.tokenizer.decode(prompt_token_ids), Random(seed))
+        ids = list(self.tokenizer(said, add_special_tokens=False)["input_ids"])
+        ids += [] if self._end is None else [self._end]
+        return Sampled(TokenTrace.from_arrays(prompt_token_ids, ids, [0.0] * len(ids), "stop"), self._end is not None, 0)
+
+
+class AgentDemonstrations:
+    """Returns samples of the teacher's episodes, without end: one for each call, drawn from
+    `LESSONS` episodes. Batch `k` depends only on the seed and `k`."""
+
+    def __init__(self, task: EpisodicTask, tokenizer: Any, *, batch_size: int, seed: int, system_prompt: str | None) -> None:
+        self._task, self._tokenizer, self._system_prompt = task, tokenizer, system_prompt
+        self._batch_size, self._seed, self._batches = batch_size, seed, 0
+        self._items: list[SAWItem] | None = None
+
+    async def next_batch(self) -> SAWBatch:
+        if self._items is None:
+            self._items = await self._play()
+        rng = Random(f"demonstrations {self._seed} {self._batches}")
+        self._batches += 1
+        items = [rng.choice(self._items) for _ in range(self._batch_size)]
+        return SAWBatch(items=items, meta={"target_rollouts": len(items), "num_samples": len(items)})
+
+    async def _play(self) -> list[SAWItem]:
+        task, teacher, agent = self._task, _Teacher(self._task, self._tokenizer), self._task.agent
+        assert agent is not None
+        rng = Random(f"lessons {self._seed}")
+        engine = RolloutEngine(
+            env_registry={"task": lambda problem: task.make_env(problem)},
+            protocol_registry={"agent": lambda: agent.make_protocol(teacher, system_prompt=self._system_prompt)},
+        )
+        inference = InferenceSpec(SamplingParams(1.0, task.max_new_tokens), ReturnSpec.for_rl())
+        requests = [
+            RolloutRequest(
+                EnvSpec("task", {"problem": task.draw(rng)}),
+                ProtocolSpec("agent"),
+                sampling_seed=rng.randrange(2**31),
+                inference=inference,
+            )
+            for _ in range(LESSONS)
+        ]
+        batch = await engine.generate_batch(requests, credit_assigner=ConstantCredit(), concurrency=32)
+        return batch.items
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of batches so far."""
+        return {"batches": self._batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._batches = int(state["batches"])
