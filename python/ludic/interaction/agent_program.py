@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -21,6 +22,7 @@ from ludic.inference.client import SamplesTokens
 from ludic.inference.gateway.gateway import Gateway
 from ludic.inference.gateway.session import Call, Limits, Session
 from ludic.inference.request import InferenceSpec
+from ludic.interaction.agent_command import AgentCommand, AgentExitError, Place
 from ludic.interaction.single_agent import InteractionProtocol, merge_step_info
 from ludic.types import Message, Rollout, Step, StepOutcome
 from ludic.user_objects import GivenNames, import_named
@@ -147,18 +149,22 @@ class AgentProtocol(InteractionProtocol):
         observation, info = await await_if_needed(env.env_reset(seed=env_seed))  # type: ignore[attr-defined]
         context = GivenDialog(self._system_prompt or getattr(env, "suggested_sysprompt", None))
         context.on_env_reset(observation, info)
-        session = self._gateway.open(
-            sampling=(inference or InferenceSpec()).sampling,
-            seed=sampling_seed,
-            limits=self._use.limits,
-            prompt=observation,
-            messages=context.on_before_act(),
-            row=getattr(env, "sample", None),
-        )
-        try:
-            ended = await self._play(session)
-        finally:
-            counted = await self._gateway.close_session(session)
+        command = self._use.function if isinstance(self._use.function, AgentCommand) else None
+        with command.open_place() if command else nullcontext(Place()) as place:
+            session = self._gateway.open(
+                sampling=(inference or InferenceSpec()).sampling,
+                seed=sampling_seed,
+                limits=self._use.limits,
+                prompt=observation,
+                messages=context.on_before_act(),
+                row=getattr(env, "sample", None),
+                workspace=None if place.folder is None else str(place.folder),
+                socket=place.socket,
+            )
+            try:
+                ended = await self._play(session)
+            finally:
+                counted = await self._gateway.close_session(session)
         if counted.error is not None:
             raise RolloutError(f"the engine failed in a call of the agent: {describe_error(counted.error)}") from counted.error
         if not session.calls:
@@ -178,6 +184,7 @@ class AgentProtocol(InteractionProtocol):
             ended.status, ended.error = ("timeout" if deadline.expired() else "failed"), error
         except Exception as error:  # of the user's agent
             ended.status, ended.error = "failed", error
+            ended.output = getattr(error, "output", "") if isinstance(error, AgentExitError) else ""
         finally:
             await session.close_clients()
         ended.seconds = monotonic() - started
@@ -185,7 +192,7 @@ class AgentProtocol(InteractionProtocol):
         if ended.error is not None and (rule == "lose" or isinstance(ended.error, ConfigError)):
             raise RolloutError(f"the agent {ended.status}: {describe_error(ended.error)}") from ended.error
         if ended.status == "failed" and session.calls:
-            logger.warning("the agent failed with %s; its answer is empty", describe_error(ended.error), exc_info=ended.error)
+            logger.warning("the agent failed with %s; its answer is %r", describe_error(ended.error), ended.output[:80])
         return ended
 
     async def _call(self, session: Session) -> Any:

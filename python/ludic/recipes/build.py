@@ -14,6 +14,7 @@ import torch
 from ludic.agents.tool_agent import ToolUse, find_tools
 from ludic.errors import ConfigError, check_value, did_you_mean
 from ludic.inference.gateway.session import Limits
+from ludic.interaction.agent_command import AgentCommand
 from ludic.interaction.agent_program import AgentUse, find_agent
 from ludic.recipes.actors import uses_pool, uses_queue
 from ludic.recipes.named_sources import GIVEN_TASKS
@@ -114,11 +115,17 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
 def build_agent(recipe: Recipe) -> AgentUse:
     """The agent of a recipe, with its limits."""
     section = recipe.agent
-    values = {name: value for name, value in vars(section).items() if name not in ("max_calls", "max_tokens", "context")}
+    values = {item.name: getattr(section, item.name) for item in fields(AgentUse) if hasattr(section, item.name)}
     if ":" in section.train:
         values["train"] = import_named(section.train, "agent.train")
+    if section.command is not None:
+        argv = section.command if isinstance(section.command, list) else [section.command]
+        names = ("output", "sandbox", "files", "env", "secrets")
+        values["function"] = AgentCommand(argv, **{name: getattr(section, name) for name in names})
+    else:
+        values["function"] = find_agent(str(section.function))
     limits = Limits(section.max_calls, section.max_tokens, section.context or recipe.trainer.max_seq_len)
-    return AgentUse(**{**values, "function": find_agent(str(section.function)), "limits": limits})
+    return AgentUse(**{**values, "limits": limits})
 
 
 def build_curriculum(recipe: Recipe, task: EpisodicTask) -> Any:

@@ -19,7 +19,7 @@ from ludic.training.info_seed.seed_tags import InfoSeed
 _SHARDED = "sharding.kind=full or sharding.kind=hybrid"
 _DTYPES = ("float32", "bfloat16")
 _SEEDED = "info_seed.num_seeds"
-_AGENT = "agent.function"
+_AGENT = "agent.function or agent.command"
 
 
 @dataclass
@@ -277,6 +277,21 @@ class AgentSection:
     """`module:function`, plain or a coroutine function, which gets a session (`base_url`,
     `api_key`, `prompt`, `messages`, `row`, `client()`) and returns its answer as text. Null: the
     model answers itself."""
+    command: Any = field(default=None, metadata={"excludes": "agent.function or tools or info_seed.num_seeds"})
+    """A program in place of a function: a list such as [python3, agent.py, "{prompt}"], with
+    `{prompt}`, `{prompt_file}`, `{workspace}`, `{base_url}`, `{api_key}`, `{model}` and
+    `{row.COLUMN}`. The libraries of OpenAI and Anthropic find the model by their variables."""
+    output: str = setting("stdout", needs="agent.command")
+    """The answer of a command: `stdout`, `last_message` (of its last call), or `file:NAME`."""
+    sandbox: str = setting("auto", choices=("auto", "bubblewrap", "none"), needs="agent.command")
+    """`bubblewrap`: a command sees /usr, a folder of its own, and no network but the gateway.
+    `none`: it runs as you. `auto`: bubblewrap, and an error without it."""
+    files: Optional[str] = setting(None, needs="agent.command")  # noqa: UP045
+    """A folder that is copied into the folder of each episode."""
+    env: dict[str, str] = field(default_factory=dict, metadata={"needs": "agent.command"})
+    """Variables of a command, with the same placeholders."""
+    secrets: list[str] = field(default_factory=list, metadata={"needs": "agent.command"})
+    """Names of variables of this process that a command gets, such as keys of other services."""
     timeout_s: Optional[float] = setting(600.0, above=0, needs=_AGENT)  # noqa: UP045
     """Seconds of an episode; null: no limit."""
     max_calls: int = setting(50, least=1, needs=_AGENT)

@@ -265,7 +265,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         try:
             [rollout] = await engine.generate_rollouts(requests[:1], max_steps=1)
         except RolloutError as error:
-            raise ConfigError(f"agent.function ({self.recipe.agent.function}) failed in a first episode: {error}") from error
+            raise ConfigError(f"the agent failed in a first episode: {error}") from error
         self.screen.note(f"Agent: {describe_agent(rollout)}")
 
     @asynccontextmanager

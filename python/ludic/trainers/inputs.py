@@ -101,9 +101,9 @@ def name_tools(tools: Tools) -> tuple[list[str], dict[str, Tool]]:
 
 def name_agent(agent: str | Callable[..., Any]) -> tuple[str, dict[str, Callable[..., Any]]]:
     """The setting `agent.function`, and its function if only this process knows it. Raises
-    ConfigTypeError for anything but a function."""
-    if not isinstance(agent, str) and (not callable(agent) or isinstance(agent, type)):
-        raise ConfigTypeError(f"agent ({type(agent).__name__}) must be a function of a session, or its module:function")
+    ConfigTypeError for a class."""
+    if isinstance(agent, type):
+        raise ConfigTypeError(f"agent ({agent.__name__}) is a class; give a function of a session, or a command as a list")
     [name], own = _name_all(agent, "agents")
     return name, own
 

@@ -52,7 +52,7 @@ class GRPO(RecipeTrainer):
         dataset: Rows | None = None,
         *,
         tools: Tools | None = None,
-        agent: str | Callable[..., Any] | Mapping[str, Any] | None = None,
+        agent: str | Callable[..., Any] | Sequence[str] | Mapping[str, Any] | None = None,
         task: TaskSetting | None = None,
         eval_dataset: Rows | None = None,
         reward_weights: float | Sequence[float] | None = None,
@@ -65,7 +65,7 @@ class GRPO(RecipeTrainer):
         judges. `tools`: functions with type hints and docstrings that the model may call before it
         answers, in training and in every measurement; the reward functions get the answer.
         `agent`: a function of a session that solves a problem by calling the model through a URL,
-        and returns the answer (docs/agents.md); a mapping has the section `agent`.
+        and returns the answer (docs/agents.md); or a list, a command; or the section `agent`.
         `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of both, a class
         with the members of `ludic.tasks.EpisodicTask` or `Task`; it is `task.kind=module:Class` of
         `ludic train`, so its demonstrations warm the model up unless `warmup={"steps": 0}`;
@@ -85,10 +85,12 @@ class GRPO(RecipeTrainer):
             given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())
         given["tools"], own_tools = (None, {}) if tools is None else name_tools(tools)
         own_agent: dict[str, Any] = {}
-        if agent is not None and not isinstance(agent, Mapping):
+        if isinstance(agent, Mapping):
+            settings["agent"] = agent
+        elif isinstance(agent, str) or callable(agent):
             given["agent.function"], own_agent = name_agent(agent)
         elif agent is not None:
-            settings["agent"] = agent
+            given["agent.command"] = list(agent)
         functions: dict[str, Mapping[str, Any]] = {"reward": own, "tool": own_tools, "task": own_task, "agent": own_agent}
         super().__init__(settings_of(model, {**task_section, **settings}, **given), callbacks, functions)
 

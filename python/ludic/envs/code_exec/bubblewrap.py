@@ -121,7 +121,20 @@ def sandbox_arguments(python: Path) -> list[str]:
     """The arguments of bwrap: namespaces, mounts, and the command."""
     arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"]
     arguments += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
-    arguments += ["--ro-bind", "/usr", "/usr"]
+    arguments += [*list_system_mounts(python), "--proc", "/proc", "--dev", "/dev"]
+    # Reads as zeros, but cannot be mapped, which makes memory that no process is charged for.
+    arguments += ["--dev-bind", "/dev/full", "/dev/zero"]
+    for place, megabytes in PLACES.items():
+        arguments += ["--size", str(megabytes << 20), "--tmpfs", place]
+    arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
+    for name, value in {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}.items():
+        arguments += ["--setenv", name, value]
+    return [*arguments, "--", *first_process(str(python), list(PLACES), system_call_filter=seccomp_filter())]
+
+
+def list_system_mounts(python: Path) -> list[str]:
+    """The arguments of bwrap that show `/usr` and an interpreter, to read alone."""
+    arguments = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         path = Path(name)
         if path.is_symlink():
@@ -133,15 +146,7 @@ def sandbox_arguments(python: Path) -> list[str]:
         libraries = python.parent.parent / "lib"
         for path in (python, libraries / python.name, *sorted(libraries.glob("libpython*.so*"))):
             arguments += ["--ro-bind-try", str(path), str(path)]
-    arguments += ["--proc", "/proc", "--dev", "/dev"]
-    # Reads as zeros, but cannot be mapped, which makes memory that no process is charged for.
-    arguments += ["--dev-bind", "/dev/full", "/dev/zero"]
-    for place, megabytes in PLACES.items():
-        arguments += ["--size", str(megabytes << 20), "--tmpfs", place]
-    arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
-    for name, value in {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}.items():
-        arguments += ["--setenv", name, value]
-    return [*arguments, "--", *first_process(str(python), list(PLACES), system_call_filter=seccomp_filter())]
+    return arguments
 
 
 def find_python(version: str | None, *, others: bool = False) -> Path:

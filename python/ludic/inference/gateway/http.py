@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ BODY_S = 60.0
 IDLE_S = 600.0
 """How long a connection may stay without a request."""
 CONNECTIONS = 2000
+NOBODY = 65_534
+"""The user of sandboxes if this process is root."""
 PING_AFTER_S, PING_EVERY_S = 30.0, 3.0
 """A stream has its status from its first event on. If none comes within 30 s, a ping is sent, so
 that errors before it have a status of their own."""
@@ -89,10 +92,13 @@ class HttpServer:
         return bound
 
     async def listen_at(self, path: Path, key: str) -> None:
-        """Serve on a socket file that only this user can open. Its requests have `key_hint`."""
+        """Serve on a socket file that only the owner of its folder can open, or the user nobody in
+        the place of root. Its requests have `key_hint`."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(str(path))
         path.chmod(0o600)
+        if os.geteuid() == 0:
+            os.chown(path, NOBODY, NOBODY)
         self._servers[key] = await asyncio.start_unix_server(self._accept(key), sock=listening)
 
     def stop_listening(self, key: str) -> None:

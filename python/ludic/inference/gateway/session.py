@@ -116,13 +116,15 @@ class Session:
         while self._clients:
             await self._clients.pop().close()
 
-    def environment(self) -> dict[str, str]:
-        """The variables by which OpenAI's and Anthropic's libraries find the model."""
+    def environment(self, base_url: str | None = None) -> dict[str, str]:
+        """The variables by which OpenAI's and Anthropic's libraries find the model, at `base_url`
+        if an agent reaches it under another address."""
+        url = base_url or self.base_url
         return {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.api_key,
             "LUDIC_MODEL": self.model,
         }
