@@ -127,7 +127,7 @@ async def test_a_command_that_fails_is_scored_for_what_it_wrote(sandbox):
     [rollout] = await play(command("print(ask('x'), flush=True); sys.exit('gave up')", sandbox=sandbox))
     assert (rollout.meta["agent"]["status"], rollout.meta["agent"]["output"], rollout.total_reward) == ("failed", "yes", 1.0)
     assert "ended with status 1: gave up" in rollout.meta["agent"]["error"]
-    with pytest.raises(RolloutError, match=r"got no answer of the model .*ended with status 1"):
+    with pytest.raises(RolloutError, match=r"no answer .*ended with status 1"):
         await play(command("sys.exit('at once')", sandbox=sandbox))
 
 

@@ -13,7 +13,8 @@ from ludic.errors import ConfigError, InferenceError, RolloutError
 from ludic.inference import ChatCompletionRequest, InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.inference.gateway.session import Limits
 from ludic.interaction.agent_program import AgentUse, describe_agent, number_branches
-from ludic.tasks.episodic import WithAgent, as_episodic
+from ludic.tasks.agents import WithAgent
+from ludic.tasks.episodic import as_episodic
 from ludic.tasks.errand import Errand, run_errand
 from ludic.training import make_grpo
 from ludic.training.reward_functions import RewardFunctions

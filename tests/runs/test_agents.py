@@ -2,6 +2,7 @@
 rollout`, a resume, and settings that cannot be."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ async def ask(session):
 
 def exact(completions, answer, **columns):
     return [float(text == right) for text, right in zip(completions, answer)]
+"""
+ASK = """
+import json, os, sys, urllib.request
+body = json.dumps({"model": "x", "messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+print(json.load(urllib.request.urlopen(asked, timeout=20))["choices"][0]["message"]["content"])
 """
 ERRAND = [
     *("errand", "threads=1", "warmup.steps=3", "rollout.prompts=2", "rollout.group_size=4", "rollout.max_new_tokens=20"),
@@ -113,13 +121,20 @@ def test_an_agent_is_named_by_module_and_its_ignored_settings_are_told() -> None
     ]
     output = run("train", *given, *small, "name=named")
     assert "ignored: temperature=0.0" in output
+    Path("own").mkdir()
+    Path("own/ask.py").write_text(ASK)
+    command = f"agent.command=['{sys.executable}',ask.py,'{{prompt}}']"
+    output = run("train", *given[:2], "model=policy", command, "agent.files=own", "agent.sandbox=none", *small, "name=command")
+    assert "Agent: 1 calls" in output
+    tried = run("agent", "try", *given, "--json")
+    assert json.loads(tried[tried.index("{") :])["calls"][0]["reason"] == "root"
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"agent": "bot:nothing"}, "has no 'nothing'"),
-        ({"agent": 3}, r"agent \(int\) must be a function"),
+        ({"agent": 3}, r"agent.command \(3\) must be a list"),
         ({"agent": "bot:ask", "tools": "bot:ask"}, "agent.function"),
         ({"agent": {"function": "bot:ask", "history": "all"}}, "agent.history"),
         ({"agent": {"max_calls": 3}}, "agent.max_calls"),

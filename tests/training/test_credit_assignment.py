@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 from ludic.errors import ConfigError, DataError
 from ludic.training import (
     BatchNormalizedReturn,
+    BranchReturn,
     ConstantCredit,
     EpisodicReturn,
     GroupNormalizedReturn,
@@ -30,6 +31,31 @@ def weights(assigner, *rollouts):
     computed = assigner.compute(list(rollouts))
     assert set(computed) == {(r.id, s.index) for r in rollouts for s in r.steps}
     return [[computed[r.id, s.index] for s in r.steps] for r in rollouts]
+
+
+def tree(parents, *rewards):
+    """An episode of an agent: call i continues `parents[i]`."""
+    made = rollout(*rewards)
+    for number, (step, parent) in enumerate(zip(made.steps, parents, strict=True)):
+        step.info |= {"call": number, "parent": parent}
+    return made
+
+
+def test_returns_of_branches_follow_the_calls_that_continue_one_another():
+    # Calls 1 and 2 continue 0, and the outcome is 1.
+    assert weights(BranchReturn(0.5), tree([None, 0, 0], 0.0, 0.0, 1.0)) == [[0.5, 1.0, 1.0]]
+    # 3 continues 1, and 4 begins anew: G_1 = 0.5, G_0 = 0.5 * (0.5 + 1) / 2.
+    assert weights(BranchReturn(0.5), tree([None, 0, 0, 1, None], 0.0, 0.0, 0.0, 0.0, 1.0)) == [[0.375, 0.5, 1.0, 1.0, 1.0]]
+    # A reward of a call of its own: G_1 = 3 + 0.5 * 1.
+    assert weights(BranchReturn(0.5), tree([None, 0, 1], 0.0, 3.0, 1.0)) == [[1.75, 3.5, 1.0]]
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.floats(0, 1))
+def test_without_branches_they_are_monte_carlo_returns(rewards, gamma):
+    line = tree([None, *range(len(rewards) - 1)], *rewards)
+    for played in (line, rollout(*rewards)):
+        [expected] = weights(MonteCarloReturn(gamma), played)
+        assert weights(BranchReturn(gamma), played)[0] == pytest.approx(expected, abs=1e-12)
 
 
 def test_monte_carlo_returns_are_discounted():

@@ -269,6 +269,40 @@ def rollout(
     return rollout_command(arguments or (), episodes=episodes, keep=keep, out=out, json_only=json_only)
 
 
+agents = typer.Typer(
+    help="Agents: programs of your own that call the model through a URL (docs/agents.md).", no_args_is_help=True
+)
+app.add_typer(agents, name="agent")
+
+
+@agents.command("try")
+def try_agent(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE | RUN] [KEY=VALUE]...", help="With model=DIRECTORY and agent.function or agent.command."),
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the calls, as JSON, on standard output.")] = False,
+) -> int:
+    """Play one episode of an agent, and show its calls: which continues which, which prompts were
+    encoded again and why, and which settings were ignored."""
+    from ludic.cli.agent import try_command
+
+    return try_command(arguments or (), json_only=json_only)
+
+
+@agents.command("serve")
+def serve_agent(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE | RUN] [KEY=VALUE]...", help="With model=DIRECTORY.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 0,
+) -> int:
+    """Serve a model to a program that you start by hand. Ctrl-C ends it and shows the calls."""
+    from ludic.cli.agent import serve_command
+
+    return serve_command(arguments or (), port=port)
+
+
 _EVAL_HELP = """Measure a model on the held-out problems of a task: accuracy (avg@k) and pass@k with confidence intervals.
 
 Everything is written to `runs/eval-NAME/`: rollouts.jsonl, problems.jsonl, summary.json, accuracy.png and config.yaml. Failed episodes

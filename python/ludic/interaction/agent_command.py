@@ -75,7 +75,7 @@ class AgentCommand:
     secrets: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not self.argv or not all(isinstance(part, str) for part in self.argv):
+        if not self.argv or not isinstance(self.argv, list | tuple) or not all(isinstance(part, str) for part in self.argv):
             raise ConfigError(f"agent.command ({self.argv!r}) must be a list of texts, such as [python3, agent.py, '{{prompt}}']")
         check_value("agent.sandbox", self.sandbox, choices=("auto", "bubblewrap", "none"))
         if self.output not in ("stdout", "last_message") and not self.output.startswith("file:"):

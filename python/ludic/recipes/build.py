@@ -13,17 +13,16 @@ import torch
 
 from ludic.agents.tool_agent import ToolUse, find_tools
 from ludic.errors import ConfigError, check_value, did_you_mean
-from ludic.inference.gateway.session import Limits
-from ludic.interaction.agent_command import AgentCommand
-from ludic.interaction.agent_program import AgentUse, find_agent
 from ludic.recipes.actors import uses_pool, uses_queue
+from ludic.recipes.agent_section import build_agent, has_agent
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.recipes.sections import CallbacksSection, ControllersSection, RLCallbacksSection, build_info_seed, check_reference
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
+from ludic.tasks.agents import WithAgent
 from ludic.tasks.code import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
-from ludic.tasks.episodic import WithAgent, WithTools
+from ludic.tasks.episodic import WithTools
 from ludic.tasks.errand import Errand
 from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym
@@ -35,7 +34,7 @@ from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers import Controller, EntropyController, EntropySchedule, KLController, MetaController
 from ludic.training.controllers.entropy import check_reachable
-from ludic.training.credit_assignment import GroupNormalizedReturn, OverlongPenalty
+from ludic.training.credit_assignment import BranchReturn, GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
 from ludic.training.filters import drop_incomplete_completions
 from ludic.training.group_credit import EachRewardNormalized
 from ludic.training.presets.preprocess import add_info_seed
@@ -103,29 +102,14 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
         check_value(f"{name} of the task {recipe.task.kind}", number, remedy, whole=True, least=1)
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     functions, rollout = find_tools(recipe.tools), recipe.rollout
-    if recipe.agent.function is not None:
+    agent = build_agent(recipe.agent, context=recipe.trainer.max_seq_len)
+    if agent is not None:
         if task.max_turns > 1:
             raise ConfigError(
-                f"agent.function needs a task of one turn, and {recipe.task.kind} has up to {task.max_turns}; leave it out"
+                f"an agent needs a task of one turn, and {recipe.task.kind} has up to {task.max_turns}; leave it out"
             )
-        return WithAgent(task, build_agent(recipe))
+        return WithAgent(task, agent)
     return WithTools(task, ToolUse(functions, rollout.max_tool_turns, rollout.tool_timeout_s)) if functions else task
-
-
-def build_agent(recipe: Recipe) -> AgentUse:
-    """The agent of a recipe, with its limits."""
-    section = recipe.agent
-    values = {item.name: getattr(section, item.name) for item in fields(AgentUse) if hasattr(section, item.name)}
-    if ":" in section.train:
-        values["train"] = import_named(section.train, "agent.train")
-    if section.command is not None:
-        argv = section.command if isinstance(section.command, list) else [section.command]
-        names = ("output", "sandbox", "files", "env", "secrets")
-        values["function"] = AgentCommand(argv, **{name: getattr(section, name) for name in names})
-    else:
-        values["function"] = find_agent(str(section.function))
-    limits = Limits(section.max_calls, section.max_tokens, section.context or recipe.trainer.max_seq_len)
-    return AgentUse(**{**values, "limits": limits})
 
 
 def build_curriculum(recipe: Recipe, task: EpisodicTask) -> Any:
@@ -198,6 +182,8 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
             raise ConfigError(f"process_reward gives credit to tokens, and {recipe.algorithm} weighs whole answers; leave it out")
         credit = _call(ProcessReward, {"group_size": derived["group_size"], **recipe.process_reward}, "process_reward")
         algorithm = _with_credit(algorithm, credit)
+    if isinstance(algorithm.credit_assigner, MonteCarloReturn) and has_agent(recipe.agent):
+        algorithm = _with_credit(algorithm, BranchReturn(algorithm.credit_assigner.gamma))
     if algorithm.greedy_baseline and (uses_queue(recipe) or uses_pool(recipe) or info_seed is not None):
         others = "place.actors, queue.url, rollout.over_sampling_factor, rollout.group_filter and info_seed"
         raise ConfigError(f"algorithm ({recipe.algorithm}) adds a greedy answer to each group; leave out {others}")

@@ -15,10 +15,10 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 from omegaconf import MISSING
 
 from ludic.data.formats import FORMATS
+from ludic.recipes.agent_section import AgentSection
 from ludic.recipes.processes import InferenceSection, PlaceSection, QueueSection, RanksSection
 from ludic.recipes.rules import setting
 from ludic.recipes.sections import (
-    AgentSection,
     CheckpointSection,
     ControllersSection,
     CriticSection,

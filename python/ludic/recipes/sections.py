@@ -19,7 +19,6 @@ from ludic.training.info_seed.seed_tags import InfoSeed
 _SHARDED = "sharding.kind=full or sharding.kind=hybrid"
 _DTYPES = ("float32", "bfloat16")
 _SEEDED = "info_seed.num_seeds"
-_AGENT = "agent.function or agent.command"
 
 
 @dataclass
@@ -264,63 +263,6 @@ def build_info_seed(section: InfoSeedSection) -> InfoSeed | None:
     """The settings; None without seeds."""
     values = {item.name: getattr(section, item.name) for item in fields(section) if item.name != "eval_samples"}
     return InfoSeed(**values) if section.num_seeds else None
-
-
-@dataclass
-class AgentSection:
-    """A program of your own that plays each episode, and calls the model through a URL.
-    `agent=module:function` is short for `agent.function=module:function`."""
-
-    function: Optional[str] = setting(  # noqa: UP045
-        None, excludes="tools or info_seed.num_seeds", hint="an agent has tools and prompts of its own"
-    )
-    """`module:function`, plain or a coroutine function, which gets a session (`base_url`,
-    `api_key`, `prompt`, `messages`, `row`, `client()`) and returns its answer as text. Null: the
-    model answers itself."""
-    command: Any = field(default=None, metadata={"excludes": "agent.function or tools or info_seed.num_seeds"})
-    """A program in place of a function: a list such as [python3, agent.py, "{prompt}"], with
-    `{prompt}`, `{prompt_file}`, `{workspace}`, `{base_url}`, `{api_key}`, `{model}` and
-    `{row.COLUMN}`. The libraries of OpenAI and Anthropic find the model by their variables."""
-    output: str = setting("stdout", needs="agent.command")
-    """The answer of a command: `stdout`, `last_message` (of its last call), or `file:NAME`."""
-    sandbox: str = setting("auto", choices=("auto", "bubblewrap", "none"), needs="agent.command")
-    """`bubblewrap`: a command sees /usr, a folder of its own, and no network but the gateway.
-    `none`: it runs as you. `auto`: bubblewrap, and an error without it."""
-    files: Optional[str] = setting(None, needs="agent.command")  # noqa: UP045
-    """A folder that is copied into the folder of each episode."""
-    env: dict[str, str] = field(default_factory=dict, metadata={"needs": "agent.command"})
-    """Variables of a command, with the same placeholders."""
-    secrets: list[str] = field(default_factory=list, metadata={"needs": "agent.command"})
-    """Names of variables of this process that a command gets, such as keys of other services."""
-    timeout_s: Optional[float] = setting(600.0, above=0, needs=_AGENT)  # noqa: UP045
-    """Seconds of an episode; null: no limit."""
-    max_calls: int = setting(50, least=1, needs=_AGENT)
-    """Calls of the model in an episode; later ones are refused."""
-    max_tokens: Optional[int] = setting(None, least=1, needs=_AGENT)  # noqa: UP045
-    """Sampled tokens of all calls of an episode; null: no limit."""
-    context: Optional[int] = setting(None, least=2, needs=_AGENT)  # noqa: UP045
-    """Tokens of a prompt and its answer: a longer prompt is refused, as servers do, so that the
-    agent can shorten it. Null: `trainer.max_seq_len`."""
-    history: str = setting("template", choices=("template", "sampled"), needs=_AGENT)
-    """`template`: the model reads the history that the chat template shows, as on servers.
-    `sampled`: thoughts that the template would drop stay in it."""
-    sampling: str = setting("run", choices=("run", "harness"), needs=_AGENT)
-    """Whose temperature, top_p and other settings of sampling count: those of `rollout`, or those
-    of the agent's requests."""
-    train: str = setting("all", needs=_AGENT)
-    """Which calls are trained: `all`, `main` (the path of the last call), or `module:function` from
-    a call to bool."""
-    untrained_models: list[str] = field(default_factory=list, metadata={"needs": _AGENT})
-    """Patterns of model names, such as `*haiku*`: calls that ask for such a model are answered and
-    not trained."""
-    unsupported: str = setting("error", choices=("error", "ignore"), needs=_AGENT)
-    """Answer formats that need constrained decoding: `error` refuses the call, `ignore` answers
-    without."""
-    on_timeout: str = setting("score", choices=("score", "lose"), needs=_AGENT)
-    """An episode that reaches `timeout_s`. `score`: its answer is empty. `lose`: it has failed, and
-    its group is left out."""
-    on_error: str = setting("score", choices=("score", "lose"), needs=_AGENT)
-    """The same for an agent that fails after a call of the model."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 from ludic.agents.tool_agent import CALLS_INFO, FAILED_INFO, ToolUse
 from ludic.envs.env import SingleAgentEnv
 from ludic.inference.prompts.template import read_template_kwargs
-from ludic.interaction.agent_program import MEASURES as AGENT_MEASURES, AgentUse
+from ludic.interaction.agent_program import AgentUse
 from ludic.parsers import Parser, ParseResult
 from ludic.training.stats import Denominator, Reducer
 from ludic.training.types import RolloutScorer
@@ -392,45 +392,6 @@ class WithTools(WrappedTask):
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         shown = self.task.show(episode, keep_answers(rollout))
         return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
-
-
-class WithAgent(WrappedTask):
-    """`task`, of one turn, which an agent of the user's own answers. The task sees what the agent
-    returned."""
-
-    def __init__(self, task: EpisodicTask, use: AgentUse) -> None:
-        super().__init__(task)
-        self._use = use
-
-    @property
-    def agent(self) -> AgentUse:
-        return self._use
-
-    @property
-    def sees_cut_off_answers(self) -> bool:
-        return True
-
-    @property
-    def measures(self) -> Mapping[str, str]:
-        return {**self.task.measures, **AGENT_MEASURES}
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        return {**self.task.rates, **AGENT_MEASURES}
-
-    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        answers = {suite: [(each, keep_answers(rollout)) for each, rollout in episodes] for suite, episodes in played.items()}
-        infos = [rollout.steps[-1].info for episodes in played.values() for _, rollout in episodes]
-        means = {name: share(info[name] for info in infos if name in info) for name in AGENT_MEASURES}
-        return {**self.task.measure(answers), **means}
-
-    def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        shown = self.task.show(episode, keep_answers(rollout))
-        return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
-
-    async def aclose(self) -> None:
-        self._use.close()
-        await self.task.aclose()
 
 
 def keep_answers(rollout: Rollout) -> Rollout:

@@ -90,7 +90,7 @@ class GRPO(RecipeTrainer):
         elif isinstance(agent, str) or callable(agent):
             given["agent.function"], own_agent = name_agent(agent)
         elif agent is not None:
-            given["agent.command"] = list(agent)
+            given["agent.command"] = as_plain(agent)
         functions: dict[str, Mapping[str, Any]] = {"reward": own, "tool": own_tools, "task": own_task, "agent": own_agent}
         super().__init__(settings_of(model, {**task_section, **settings}, **given), callbacks, functions)
 

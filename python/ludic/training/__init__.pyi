@@ -47,6 +47,7 @@ from ludic.training.coefficients import Coefficient as Coefficient
 from ludic.training.config import TrainerConfig as TrainerConfig
 from ludic.training.credit_assignment import (
     BatchNormalizedReturn as BatchNormalizedReturn,
+    BranchReturn as BranchReturn,
     CombineMode as CombineMode,
     ConstantCredit as ConstantCredit,
     EpisodicReturn as EpisodicReturn,

@@ -45,6 +45,38 @@ class MonteCarloReturn:
 
 
 @dataclass
+class BranchReturn:
+    """`MonteCarloReturn` for episodes of agents, whose calls are a tree: G(call) = r(call) + gamma
+    times the mean of G over the calls that continue it.
+
+    `step.info["parent"]` is the number of the call that a step continues, and `step.info["call"]`
+    its own; a step without `parent` follows the step before it. The outcome of an episode, which is
+    the reward of its last step, belongs to all its paths: every call that none continues has it.
+
+    Example: calls 1 and 2 continue 0, the outcome is 1 and gamma 0.5: the weights are .5, 1, 1.
+    """
+
+    gamma: float = 1.0
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        weights: Weights = {}
+        for rollout in rollouts:
+            numbers = [step.info.get("call", index) for index, step in enumerate(rollout.steps)]
+            children: dict[int, list[float]] = {}
+            outcome = rollout.steps[-1].reward if rollout.steps else 0.0
+            for index in reversed(range(len(rollout.steps))):
+                step = rollout.steps[index]
+                later = children.get(numbers[index])
+                own = step.reward if index < len(rollout.steps) - 1 else 0.0
+                value = own + (outcome if later is None else self.gamma * sum(later) / len(later))
+                weights[rollout.id, step.index] = value
+                parent = step.info["parent"] if "parent" in step.info else numbers[index - 1] if index else None
+                if parent is not None:
+                    children.setdefault(parent, []).append(value)
+        return weights
+
+
+@dataclass
 class PerStepReward:
     """The weight of a step is its own reward."""
 

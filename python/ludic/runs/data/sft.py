@@ -22,7 +22,7 @@ from ludic.recipes.build import build_task
 from ludic.recipes.epochs_schema import SFTRecipe, list_data_files
 from ludic.recipes.schema import Recipe
 from ludic.tasks import EpisodicTask, as_episodic
-from ludic.tasks.agent_demonstrations import AgentDemonstrations
+from ludic.tasks.agents import AgentDemonstrations
 from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import BatchSourceBase

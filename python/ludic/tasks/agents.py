@@ -1,5 +1,6 @@
-"""The batch source of the warm-up of an agent: the agent plays with an imperfect teacher in place
-of the model, through the same gateway, so that demonstrations have the agent's own prompts."""
+"""Tasks that an agent of the user's own answers, and their warm-up: the agent plays with an
+imperfect teacher in place of the model, through the same gateway, so that demonstrations have the
+agent's own prompts."""
 
 from __future__ import annotations
 
@@ -10,14 +11,54 @@ from typing import Any
 from ludic.inference.client import Sampled
 from ludic.inference.prompts.template import find_turn_end
 from ludic.inference.request import InferenceSpec, ReturnSpec, SamplingParams
-from ludic.tasks.episodic import EpisodicTask
+from ludic.interaction.agent_program import MEASURES, AgentUse
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, WrappedTask, keep_answers, share, transcript
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch, SAWItem
-from ludic.types import TokenTrace
+from ludic.types import Rollout, TokenTrace
 
 LESSONS = 512
 """Episodes of the teacher."""
+
+
+class WithAgent(WrappedTask):
+    """`task`, of one turn, which an agent of the user's own answers. The task sees what the agent
+    returned."""
+
+    def __init__(self, task: EpisodicTask, use: AgentUse) -> None:
+        super().__init__(task)
+        self._use = use
+
+    @property
+    def agent(self) -> AgentUse:
+        return self._use
+
+    @property
+    def sees_cut_off_answers(self) -> bool:
+        return True
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        return {**self.task.measures, **MEASURES}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        return {**self.task.rates, **MEASURES}
+
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
+        answers = {suite: [(each, keep_answers(rollout)) for each, rollout in episodes] for suite, episodes in played.items()}
+        infos = [rollout.steps[-1].info for episodes in played.values() for _, rollout in episodes]
+        means = {name: share(info[name] for info in infos if name in info) for name in MEASURES}
+        return {**self.task.measure(answers), **means}
+
+    def show(self, episode: Episode, rollout: Rollout) -> Shown:
+        shown = self.task.show(episode, keep_answers(rollout))
+        return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
+
+    async def aclose(self) -> None:
+        self._use.close()
+        await self.task.aclose()
 
 
 class _Teacher:

@@ -1,0 +1,147 @@
+"""`ludic agent try` and `ludic agent serve`: how the calls of a program look to the trainer, before
+a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ludic.cli.settings import expand_run_folder
+from ludic.errors import ConfigError
+from ludic.recipes.agent_section import has_agent
+from ludic.recipes.compose import choose_devices, compose
+from ludic.runs.console import quiet_libraries, run_with_console
+from ludic.types import stored
+
+if TYPE_CHECKING:
+    from ludic.recipes.schema import Recipe
+
+SHOWN = 60
+"""Characters of an answer in the table."""
+
+
+def try_command(arguments: Sequence[str], *, json_only: bool) -> int:
+    """Play one episode of the recipe's agent, and show its calls."""
+    recipe = _read(arguments)
+    if not has_agent(recipe.agent):
+        raise ConfigError("there is no agent to try; set agent.function=module:function or agent.command=[...]")
+
+    def work(console: Console) -> tuple[int, str]:
+        rows, line = asyncio.run(_try(recipe, console))
+        _show(console, rows)
+        console.print(f"Agent: {line}", markup=False)
+        return 0, json.dumps({"calls": rows, "agent": line}, indent=2) + "\n"
+
+    return run_with_console(work, json_only=json_only)
+
+
+def serve_command(arguments: Sequence[str], *, port: int) -> int:
+    """Serve the model at an address until Ctrl-C, and show the calls."""
+    recipe = _read(arguments)
+
+    def work(console: Console) -> tuple[int, str]:
+        rows: list[dict[str, Any]] = []
+        with suppress(KeyboardInterrupt):
+            asyncio.run(_serve(recipe, port, rows, console))
+        _show(console, rows)
+        return 0, json.dumps(rows, indent=2) + "\n"
+
+    return run_with_console(work, json_only=False)
+
+
+def _read(arguments: Sequence[str]) -> Recipe:
+    recipe = compose([part for argument in arguments for part in expand_run_folder(argument)])
+    choose_devices(recipe)
+    if recipe.model is None:
+        raise ConfigError("there is no model; give model=DIRECTORY or a hub id, such as the model/ of a run")
+    return recipe
+
+
+async def _try(recipe: Recipe, console: Console) -> tuple[list[dict[str, Any]], str]:
+    from ludic.interaction.agent_program import describe_agent
+    from ludic.models.loading import locate_model
+    from ludic.runs.reinforce import RLRun
+    from ludic.runs.rollouts import make_engine, make_training_requests
+    from ludic.runs.sampler import open_sampler
+
+    note = partial(console.print, markup=False)
+    quiet_libraries()
+    parts = RLRun.build(recipe, note)
+    parts.model.to(parts.trainer_cfg.model_device)
+    folder = Path(locate_model(str(recipe.model)))
+    log = Path(f"{recipe.output}/agent.server.log")
+    opened = open_sampler(recipe, parts.model, parts.tokenizer, folder, log=log, note=note, pushes=False)
+    async with aclosing(parts.task), opened as sampler:
+        engine = make_engine(
+            parts.task, sampler.client, model_name=sampler.model_name, system_prompt=recipe.rollout.system_prompt
+        )
+        requests = make_training_requests(parts.task, recipe.rollout, seed=recipe.seed).list_problems(0)[:1]
+        [rollout] = await engine.generate_rollouts(requests, max_steps=1)
+    rows = [
+        _row(step.info["call"], step.info["parent"], step.info["reason"], step.info["shared"], step.trace, step.action)
+        for step in rollout.steps
+    ]
+    return rows, describe_agent(rollout)
+
+
+def _row(number: int, parent: int | None, reason: str, shared: int, trace: Any, text: str) -> dict[str, Any]:
+    """One call, in tokens."""
+    prompt, sampled = (len(stored(trace, name)) for name in ("prompt_token_ids", "completion_token_ids"))
+    counts = {"prompt": prompt, "new": prompt - shared, "sampled": sampled}
+    return {"call": number, "continues": parent, "reason": reason, **counts, "end": trace.finish_reason, "answer": text}
+
+
+async def _serve(recipe: Recipe, port: int, rows: list[dict[str, Any]], console: Console) -> None:
+    from ludic.inference.gateway.gateway import Gateway
+    from ludic.inference.gateway.session import Limits
+    from ludic.inference.request import make_sampling
+    from ludic.models.loading import locate_model
+    from ludic.recipes.model import build_policy
+    from ludic.runs.sampler import open_sampler
+
+    note, section = partial(console.print, markup=False), recipe.agent
+    model, tokenizer = build_policy(recipe)
+    model.to(recipe.trainer.model_device)
+    folder, log = Path(locate_model(str(recipe.model))), Path(f"{recipe.output}/agent.server.log")
+    async with open_sampler(recipe, model, tokenizer, folder, log=log, note=note, pushes=False) as sampler:
+        settings = {"history": section.history, "sampling": section.sampling, "unsupported": section.unsupported}
+        client: Any = sampler.client
+        with Gateway(client, tokenizer, port=port, **settings) as gateway:
+            session = gateway.open(
+                sampling=make_sampling(recipe.rollout, max_tokens=recipe.rollout.max_new_tokens or 1024),
+                seed=recipe.seed,
+                limits=Limits(10**9, None, section.context or recipe.trainer.max_seq_len),
+            )
+            note("Ctrl-C ends it and shows the calls. For a program that OpenAI's or Anthropic's library serves:")
+            for name, value in session.environment().items():
+                print(f"export {name}={value}", flush=True)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await gateway.close_session(session)
+                for call in session.calls:
+                    shared = 0 if call.turn is None else call.turn.shared
+                    rows.append(_row(call.number, call.parent, call.reason, shared, call.trace, call.text))
+
+
+def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="Calls of the model")
+    for name in ("call", "continues", "reason", "prompt", "new", "sampled", "end", "answer"):
+        table.add_column(name, justify="left" if name in ("reason", "end", "answer") else "right")
+    for row in rows:
+        text = " ".join(str(row["answer"]).split())
+        shown = [
+            str(row[name]) if row[name] is not None else ""
+            for name in ("call", "continues", "reason", "prompt", "new", "sampled")
+        ]
+        table.add_row(*shown, str(row["end"]), text if len(text) <= SHOWN else text[: SHOWN - 3] + "...")
+    if rows:
+        console.print(table)
