@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from ludic.inference.prompts.bridge import Bridge, TemplateBridge
 from ludic.inference.prompts.template import Dialogue
 from ludic.types import Message
@@ -223,11 +225,15 @@ def _content_text(message: Message) -> str:
 def _canonical_call(call: Any) -> tuple[Any, Any]:
     try:
         name, arguments = call["function"]["name"], call["function"].get("arguments")
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return name, json.dumps(parsed, sort_keys=True)
+        parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+        return name, msgspec.json.encode(parsed, order="sorted").decode()
     except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
         return "", repr(call)
 
 
 def _hash(before: bytes, item: Any) -> bytes:
-    return hashlib.blake2b(before + json.dumps(item).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    try:
+        text = msgspec.json.encode(item)
+    except (UnicodeEncodeError, TypeError):  # half of a surrogate pair, or an object of the user's
+        text = repr(item).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(before + text, digest_size=16).digest()
