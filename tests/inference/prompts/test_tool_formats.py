@@ -196,13 +196,13 @@ def test_a_forced_call_begins_in_the_prompt_as_the_template_writes_it(name, forc
     encoder = encoder_of(name)
     prompt, _ = answer_to(encoder, asked(forced=forced), "")
     whole = said(encoder, WRITTEN[1:])
-    assert prompt.prefill
-    assert whole.startswith(prompt.prefill)
-    assert ("find_it" in prompt.prefill) == bool(forced)
+    assert prompt.begun
+    assert whole.startswith(prompt.begun)
+    assert ("find_it" in prompt.begun) == bool(forced)
     free = encoder.encode(asked())
     assert prompt.ids[: len(free.ids)] == free.ids
-    assert encoder.tokenizer.decode(prompt.ids[len(free.ids) :]) == prompt.prefill
-    _, message = answer_to(encoder, asked(forced=forced), whole.removeprefix(prompt.prefill))
+    assert encoder.tokenizer.decode(prompt.ids[len(free.ids) :]) == prompt.begun
+    _, message = answer_to(encoder, asked(forced=forced), whole.removeprefix(prompt.begun))
     assert calls_of(message) == WRITTEN[1:]
 
 
@@ -231,7 +231,7 @@ def test_a_forced_call_closes_a_thought_that_the_prompt_opens():
     )
     template = HEAD + history + TAIL[: TAIL.index("{% if")] + opened
     encoder = PromptEncoder(bpe_tokenizer(template))
-    assert encoder.encode(asked(forced="")).prefill == '\n</think>\n\n<tool_call>\n{"name": "'
+    assert encoder.encode(asked(forced="")).begun == '\n</think>\n\n<tool_call>\n{"name": "'
 
 
 def test_a_format_that_is_not_known_is_refused_before_the_run():
