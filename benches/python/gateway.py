@@ -121,7 +121,7 @@ def main() -> None:
         sessions: list[Session] = [gateway.open(sampling=sampling, seed=i, limits=limits) for i in range(given.sessions)]
         context, keys = multiprocessing.get_context("spawn"), [session.api_key for session in sessions]
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        agents = context.Process(target=play_sessions, args=(gateway._port, keys, given.turns, given.chars))
+        agents = context.Process(target=play_sessions, args=(gateway._bound, keys, given.turns, given.chars))
         before, began = time.process_time(), time.monotonic()
         agents.start()
         agents.join()

@@ -127,7 +127,7 @@ async def test_a_command_that_fails_is_scored_for_what_it_wrote(sandbox):
     [rollout] = await play(command("print(ask('x'), flush=True); sys.exit('gave up')", sandbox=sandbox))
     assert (rollout.meta["agent"]["status"], rollout.meta["agent"]["output"], rollout.total_reward) == ("failed", "yes", 1.0)
     assert "ended with status 1: gave up" in rollout.meta["agent"]["error"]
-    with pytest.raises(RolloutError, match=r"no answer .*ended with status 1"):
+    with pytest.raises(RolloutError, match=r"no call .*ended with status 1"):
         await play(command("sys.exit('at once')", sandbox=sandbox))
 
 
@@ -149,6 +149,63 @@ async def test_all_processes_end_with_the_command_or_its_deadline(sandbox, tmp_p
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
     assert not list(tmp_path.glob("ludic-agent-*"))
+
+
+@pytest.mark.parametrize("sandbox", sandboxes())
+async def test_a_deep_and_a_locked_folder_are_removed(sandbox, tmp_path, monkeypatch):
+    needs(sandbox)
+    made = []
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **given: made.append(real(**given)) or made[-1])
+    program = """
+ask("x")
+os.mkdir("locked"); open("locked/file", "w").close(); os.chmod("locked", 0o555)
+for _ in range(1500):
+    os.mkdir("a"); os.chdir("a")
+print("yes")
+"""
+    [rollout] = await play(command(program, sandbox=sandbox))
+    assert rollout.total_reward == 1.0
+    assert made
+    assert not any(os.path.exists(path) for path in made)
+
+
+real = tempfile.mkdtemp
+
+
+@pytest.mark.integration
+async def test_keys_and_secrets_are_no_arguments_of_a_process(monkeypatch):
+    needs("bubblewrap")
+    monkeypatch.setenv("LUDIC_TEST_SECRET", "hidden-secret")
+    program = "ask('x'); import time; time.sleep(2); print(os.environ['LUDIC_TEST_SECRET'])"
+    playing = asyncio.ensure_future(play(command(program, sandbox="bubblewrap", secrets=["LUDIC_TEST_SECRET"])))
+    seen = ""
+    while not playing.done():
+        seen += subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        await asyncio.sleep(0.1)
+    [rollout] = playing.result()
+    assert rollout.meta["agent"]["output"] == "hidden-secret"
+    assert "bwrap" in seen
+    assert "hidden-secret" not in seen
+    assert "sk-ludic-" not in seen
+
+
+@pytest.mark.integration
+async def test_a_sandbox_shows_mounted_folders_to_read_alone(tmp_path):
+    needs("bubblewrap")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "own_library.py").write_text("VALUE = 'yes'")
+        program = """
+ask("x")
+sys.path.insert(0, sys.argv[1])
+import own_library
+try:
+    open(sys.argv[1] + "/x", "w")
+except OSError:
+    print(own_library.VALUE)
+"""
+        [rollout] = await play(command(program, folder, sandbox="bubblewrap", mounts=[folder]))
+    assert rollout.total_reward == 1.0
 
 
 @pytest.mark.integration
@@ -222,6 +279,8 @@ except OSError:
         (["true"], {"files": "no/such/folder"}, "agent.files"),
         (["true"], {"secrets": ["NO_SUCH_VARIABLE"]}, "agent.secrets"),
         (["true"], {"sandbox": "docker"}, "agent.sandbox"),
+        (["true"], {"mounts": ["relative"]}, "agent.mounts"),
+        (["true"], {"env": {"A": "{nope}"}}, r"agent.env.A has \{nope\}"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(argv, settings, said):
@@ -238,5 +297,5 @@ def test_without_bubblewrap_a_sandbox_has_to_be_turned_off(monkeypatch):
 def test_placeholders_are_filled_in_and_braces_doubled():
     values = {"prompt": "{x}", "row.a": 3}
     assert fill("{prompt} {{y}} {row.a}", values) == "{x} {y} 3"
-    with pytest.raises(ConfigError, match="no such column"):
+    with pytest.raises(ConfigError, match="no such column; it has a"):
         fill("{row.b}", values)

@@ -159,7 +159,7 @@ async def never_ends(session):
 
 async def test_an_agent_that_makes_no_call_has_failed():
     for agent in (fails_first, lambda session: "yes"):
-        with pytest.raises(RolloutError, match="got no answer of the model"):
+        with pytest.raises(RolloutError, match="made no call that the model answered"):
             await play(agent)
 
 
@@ -173,6 +173,55 @@ async def test_an_agent_that_ends_badly_is_scored_or_lost(agent, status, setting
     assert rollout.steps[-1].info[f"agent/{'timeouts' if status == 'timeout' else 'failed'}"] == 1.0
     with pytest.raises(RolloutError, match=f"the agent {status}"):
         await play(agent, **settings, on_timeout="lose", on_error="lose")
+
+
+async def goes_on(session):
+    """Swallows its cancellation."""
+    await one_call(session)
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        return "yes"
+
+
+async def makes_another_error(session):
+    await one_call(session)
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        raise RuntimeError("cleaning up failed") from None
+
+
+@pytest.mark.parametrize("agent", [goes_on, makes_another_error])
+async def test_a_timeout_is_one_whatever_the_agent_makes_of_it(agent):
+    [rollout] = await play(agent, timeout_s=0.5)
+    assert (rollout.meta["agent"]["status"], rollout.total_reward, rollout.steps[-1].truncated) == ("timeout", 0.0, True)
+    assert "agent.timeout_s (0.5)" in rollout.meta["agent"]["error"]
+
+
+async def test_a_client_of_another_event_loop_is_closed_without_an_error():
+    def agent(session):
+        async def main():
+            client = session.client()
+            answer = await client.chat.completions.create(model="x", messages=list(session.messages))
+            return answer.choices[0].message.content
+
+        return asyncio.run(main())
+
+    [rollout] = await play(agent)
+    assert rollout.total_reward == 1.0
+
+
+async def test_an_error_of_the_agent_is_logged_once(caplog):
+    await play(fails_later, count=3)
+    assert sum("gave up" in record.getMessage() for record in caplog.records) == 1
+    assert caplog.records[0].exc_info
+
+
+async def test_one_call_continues_all_there_is():
+    [rollout] = await play(one_call)
+    assert rollout.steps[-1].info["agent/continued"] == 1.0
+    assert describe_agent(rollout).startswith("1 call in ")
 
 
 async def test_a_failure_of_the_engine_is_never_a_reward():
@@ -225,7 +274,7 @@ async def test_settings_of_the_agent_are_told():
         return "yes"
 
     [rollout] = await play(agent)
-    assert rollout.meta["agent"]["ignored"] == {"temperature=0.0": 1}
+    assert rollout.meta["agent"]["ignored"] == {"temperature": 0.0}
     assert describe_agent(rollout).endswith("ignored: temperature=0.0")
 
 

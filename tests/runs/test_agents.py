@@ -100,7 +100,7 @@ def test_an_agent_of_a_script_is_trained_on_rows(capsys: pytest.CaptureFixture[s
         return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
     made = {"name": "own", **SMALL}
-    summary = GRPO("policy", exact, ROWS, agent=own, **made).train()
+    summary = GRPO("policy", exact, ROWS, agent={"function": own, "max_calls": 4}, **made).train()
     assert (summary["status"], summary["after"]["sampled_reward"]) == ("finished", 1.0)
     rollouts = read_lines(Path("runs/own/rollouts.jsonl"))
     assert {len(rollout["steps"]) for rollout in rollouts} == {2}
@@ -123,11 +123,13 @@ def test_an_agent_is_named_by_module_and_its_ignored_settings_are_told() -> None
     assert "ignored: temperature=0.0" in output
     Path("own").mkdir()
     Path("own/ask.py").write_text(ASK)
-    command = f"agent.command=['{sys.executable}',ask.py,'{{prompt}}']"
+    command = f"agent=['{sys.executable}',ask.py,'{{prompt}}']"
     output = run("train", *given[:2], "model=policy", command, "agent.files=own", "agent.sandbox=none", *small, "name=command")
-    assert "Agent: 1 calls" in output
+    assert "Agent: 1 call in" in output
     tried = run("agent", "try", *given, "--json")
-    assert json.loads(tried[tried.index("{") :])["calls"][0]["reason"] == "root"
+    made = json.loads(tried[tried.index("{") :])
+    assert made["calls"][0]["reason"] == "root"
+    assert made["agent"]["reward"] in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,7 @@ def test_an_agent_is_named_by_module_and_its_ignored_settings_are_told() -> None
         ({"agent": "bot:ask", "tools": "bot:ask"}, "agent.function"),
         ({"agent": {"function": "bot:ask", "history": "all"}}, "agent.history"),
         ({"agent": {"max_calls": 3}}, "agent.max_calls"),
+        ({"agent": {"function": "bot:ask", "context": 5000}}, r"agent.context \(5000\) .*trainer.max_seq_len"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict, said: str) -> None:

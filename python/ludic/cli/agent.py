@@ -35,17 +35,21 @@ def try_command(arguments: Sequence[str], *, json_only: bool) -> int:
         raise ConfigError("there is no agent to try; set agent.function=module:function or agent.command=[...]")
 
     def work(console: Console) -> tuple[int, str]:
-        rows, line = asyncio.run(_try(recipe, console))
+        rows, agent, line = asyncio.run(_try(recipe, console))
         _show(console, rows)
-        console.print(f"Agent: {line}", markup=False)
-        return 0, json.dumps({"calls": rows, "agent": line}, indent=2) + "\n"
+        console.print(f"Agent: {line}", markup=False, emoji=False)
+        console.print(f"Answer: {agent['output']!r:.200}; reward {agent['reward']:g}", markup=False, emoji=False)
+        failed = agent["status"] != "ended"
+        return int(failed), json.dumps({"calls": rows, "agent": {**agent, "told": line}}, indent=2) + "\n"
 
     return run_with_console(work, json_only=json_only)
 
 
 def serve_command(arguments: Sequence[str], *, port: int) -> int:
     """Serve the model at an address until Ctrl-C, and show the calls."""
-    recipe = _read(arguments)
+    is_given = any(each.startswith(("agent=", "agent.function", "agent.command")) for each in arguments)
+    # Other settings of the section need an agent: here it is started by hand.
+    recipe = _read([*arguments, *([] if is_given else ["agent.function=started:by_hand"])])
 
     def work(console: Console) -> tuple[int, str]:
         rows: list[dict[str, Any]] = []
@@ -65,7 +69,7 @@ def _read(arguments: Sequence[str]) -> Recipe:
     return recipe
 
 
-async def _try(recipe: Recipe, console: Console) -> tuple[list[dict[str, Any]], str]:
+async def _try(recipe: Recipe, console: Console) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
     from ludic.interaction.agent_program import describe_agent
     from ludic.models.loading import locate_model
     from ludic.runs.reinforce import RLRun
@@ -89,7 +93,7 @@ async def _try(recipe: Recipe, console: Console) -> tuple[list[dict[str, Any]], 
         _row(step.info["call"], step.info["parent"], step.info["reason"], step.info["shared"], step.trace, step.action)
         for step in rollout.steps
     ]
-    return rows, describe_agent(rollout)
+    return rows, {**rollout.meta["agent"], "reward": rollout.total_reward}, describe_agent(rollout)
 
 
 def _row(number: int, parent: int | None, reason: str, shared: int, trace: Any, text: str) -> dict[str, Any]:
@@ -118,7 +122,7 @@ async def _serve(recipe: Recipe, port: int, rows: list[dict[str, Any]], console:
             session = gateway.open(
                 sampling=make_sampling(recipe.rollout, max_tokens=recipe.rollout.max_new_tokens or 1024),
                 seed=recipe.seed,
-                limits=Limits(10**9, None, section.context or recipe.trainer.max_seq_len),
+                limits=Limits(10**9, None, section.context),
             )
             note("Ctrl-C ends it and shows the calls. For a program that OpenAI's or Anthropic's library serves:")
             for name, value in session.environment().items():
@@ -126,10 +130,12 @@ async def _serve(recipe: Recipe, port: int, rows: list[dict[str, Any]], console:
             try:
                 await asyncio.Event().wait()
             finally:
-                await gateway.close_session(session)
-                for call in session.calls:
-                    shared = 0 if call.turn is None else call.turn.shared
-                    rows.append(_row(call.number, call.parent, call.reason, shared, call.trace, call.text))
+                counted = await gateway.close_session(session)
+                if counted.ignored:
+                    note(f"ignored: {', '.join(f'{name}={value}' for name, value in counted.ignored.items())}")
+                rows += [
+                    _row(each.number, each.parent, each.reason, each.shared, each.trace, each.text) for each in session.calls
+                ]
 
 
 def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,9 @@ class AgentCommand:
     sandbox: str = "auto"
     files: str | None = None
     """A folder that is copied into that of each episode."""
+    mounts: Sequence[str] = ()
+    """Folders that a sandbox shows at the same path, to read alone, such as a virtual environment
+    and the interpreter that it was made from."""
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
 
@@ -91,6 +95,10 @@ class AgentCommand:
             )
         for part in self.argv:
             fill(part, {}, check=True)
+        for name, value in self.env.items():
+            fill(value, {}, check=True, setting=f"agent.env.{name}")
+        if absent := [path for path in self.mounts if not Path(path).is_absolute() or not Path(path).exists()]:
+            raise ConfigError(f"agent.mounts ({absent[0]}) must be an absolute path that exists")
         if self.sandbox == "none" and shutil.which(self.argv[0]) is None and "{" not in self.argv[0]:
             raise ConfigError(f"agent.command ({self.argv[0]}) is no program on PATH; give its path")
 
@@ -111,7 +119,9 @@ class AgentCommand:
                     os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
             yield Place(folder, base / "gateway.sock" if self.is_contained else None)
         finally:
-            shutil.rmtree(base, ignore_errors=True)
+            # Python 3.11 removes folders by recursion, which a deep one exceeds.
+            for command in (["chmod", "-R", "u+rwX", str(base)], ["rm", "-rf", "--", str(base)]):
+                subprocess.run(command, check=False, capture_output=True, timeout=STOP_S)
 
     async def __call__(self, session: Session) -> str | None:
         """Run the command. Raises AgentExitError if it ends with an error."""
@@ -135,7 +145,7 @@ class AgentCommand:
             "HOME": str(seen),
             "LANG": "C.UTF-8",
             **session.environment(base_url),
-            **{name: fill(value, values) for name, value in self.env.items()},
+            **{name: fill(value, values, setting=f"agent.env.{name}") for name, value in self.env.items()},
             **own,
         }
         code, stdout, stderr = await (self._run_contained if self.is_contained else self._run)(argv, variables, place)
@@ -196,29 +206,53 @@ class AgentCommand:
         ]
         arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(64 << 20), "--tmpfs", "/tmp", "--dir", "/run"]
         arguments += ["--bind", str(place), _FOLDER, "--bind", str(place.parent / "gateway.sock"), _SOCKET]
+        for path in self.mounts:
+            arguments += ["--ro-bind", path, path]
         arguments += ["--ro-bind", os.path.abspath(relay.__file__), _RELAY, "--remount-ro", "/", "--chdir", _FOLDER, "--clearenv"]
         for name, value in variables.items():
             arguments += ["--setenv", name, value]
-        reading, writing = os.pipe()
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(seccomp_filter(network=True))  # shorter than a pipe holds
+        # Arguments of a process can be read by every user: keys are in a file without a name.
+        told, filtered = (_unnamed_file(content) for content in ("\0".join(arguments).encode(), seccomp_filter(network=True)))
         user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
         try:
             process = await asyncio.create_subprocess_exec(
                 str(shutil.which("bwrap")),
-                *("--seccomp", str(reading), *arguments, "--", str(python), "-I", "-S", _RELAY, _SOCKET, str(PORT), *argv),
+                *(
+                    "--seccomp",
+                    str(filtered),
+                    "--args",
+                    str(told),
+                    "--",
+                    str(python),
+                    "-I",
+                    "-S",
+                    _RELAY,
+                    _SOCKET,
+                    str(PORT),
+                    *argv,
+                ),
                 env={},
                 cwd="/",
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
-                pass_fds=(reading,),
+                pass_fds=(told, filtered),
                 **user,
             )
         finally:
-            os.close(reading)
+            os.close(told)
+            os.close(filtered)
         return await _wait(process, process.kill)
+
+
+def _unnamed_file(content: bytes) -> int:
+    """The number of an open file with this content, to be read from its beginning."""
+    number = os.memfd_create("ludic", 0)
+    with os.fdopen(os.dup(number), "wb") as file:
+        file.write(content)
+    os.lseek(number, 0, os.SEEK_SET)
+    return number
 
 
 async def _wait(process: asyncio.subprocess.Process, kill: Any) -> tuple[int, str, str]:
@@ -253,7 +287,7 @@ _PLACE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 _NAMES = ("prompt", "prompt_file", "workspace", "base_url", "api_key", "model")
 
 
-def fill(text: str, values: Mapping[str, Any], *, check: bool = False) -> str:
+def fill(text: str, values: Mapping[str, Any], *, check: bool = False, setting: str = "agent.command") -> str:
     """The text with its placeholders filled in; `{{` is a brace. Raises ConfigError for one that is
     not known, and for a column that the row does not have. `check` looks at names alone.
 
@@ -266,13 +300,12 @@ def fill(text: str, values: Mapping[str, Any], *, check: bool = False) -> str:
         if name is None:
             return match[0][0]
         if name not in _NAMES and not name.startswith("row."):
-            raise ConfigError(
-                f"agent.command has {{{name}}}; it may have {', '.join(_NAMES)} and row.COLUMN, or {{{{ for a brace"
-            )
+            raise ConfigError(f"{setting} has {{{name}}}; it may have {', '.join(_NAMES)} and row.COLUMN, or {{{{ for a brace")
         if check:
             return ""
         if name not in values:
-            raise ConfigError(f"agent.command has {{{name}}}, and the row has no such column")
+            columns = ", ".join(each.removeprefix("row.") for each in values if each.startswith("row."))
+            raise ConfigError(f"{setting} has {{{name}}}, and the row has no such column; it has {columns}")
         return str(values[name])
 
     return _PLACE.sub(replace, text)

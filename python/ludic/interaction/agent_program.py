@@ -20,7 +20,7 @@ from ludic.errors import ConfigError, RolloutError, check_value
 from ludic.event_loop import await_if_needed, describe_error, run_in_daemon_thread
 from ludic.inference.client import SamplesTokens
 from ludic.inference.gateway.gateway import Gateway
-from ludic.inference.gateway.session import Call, Limits, Session
+from ludic.inference.gateway.session import Answering, Call, Limits, Session
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.agent_command import AgentCommand, AgentExitError, Place
 from ludic.interaction.single_agent import InteractionProtocol, merge_step_info
@@ -35,15 +35,15 @@ function."""
 End = Literal["score", "lose"]
 
 MEASURES = {
-    "agent/calls": "calls of the model in an episode",
-    "agent/branches": "paths of calls in an episode that do not continue one another; 1 for a dialogue",
-    "agent/continued": "share of the calls after the first that continue an earlier one with its tokens",
-    "agent/refused": "calls in an episode that were refused, because of a limit",
-    "agent/undelivered": "calls in an episode whose answer the agent did not wait for; they are not trained",
-    "agent/failed": "share of the episodes that the agent ended with an error, after calls",
-    "agent/timeouts": "share of the episodes that reached agent.timeout_s",
-    "agent/seconds": "seconds of an episode",
-    "agent/model_share": "share of these in which the agent waited for the model",
+    "agent/calls": "model calls",
+    "agent/branches": "branches of calls",
+    "agent/continued": "calls that continue another",
+    "agent/refused": "refused calls",
+    "agent/undelivered": "answers not waited for",
+    "agent/failed": "agent failed",
+    "agent/timeouts": "agent timed out",
+    "agent/seconds": "seconds",
+    "agent/model_share": "share of waiting for the model",
 }
 """Measures of an episode, in the info of its last step."""
 
@@ -85,6 +85,8 @@ class AgentUse:
         for name in ("on_timeout", "on_error"):
             check_value(f"agent.{name}", getattr(self, name), choices=("score", "lose"))
         self._gateways: dict[int, tuple[object, Gateway]] = {}
+        self.told: set[str] = set()
+        """Errors of the agent that were logged."""
 
     def gateway_of(self, client: object) -> Gateway:
         """The gateway to a client. Raises ConfigError for a client that cannot sample from ids."""
@@ -169,10 +171,10 @@ class AgentProtocol(InteractionProtocol):
             raise RolloutError(f"the engine failed in a call of the agent: {describe_error(counted.error)}") from counted.error
         if not session.calls:
             why = f" ({describe_error(ended.error)})" if ended.error else ""
-            raise RolloutError(f"the agent got no answer of the model{why}; it must call session.base_url") from ended.error
+            raise RolloutError(f"the agent made no call that the model answered{why}") from ended.error
         trained = self._choose_trained(session.calls)
         outcome = await await_if_needed(env.env_step(ended.output))  # type: ignore[attr-defined]
-        return [make_rollout(trained, session.calls, ended, outcome, counted.counts)]
+        return [make_rollout(trained, session.calls, ended, outcome, counted)]
 
     async def _play(self, session: Session) -> _Ended:
         """Run the agent. Raises RolloutError for an end that loses the episode."""
@@ -180,19 +182,21 @@ class AgentProtocol(InteractionProtocol):
         try:
             async with asyncio.timeout(self._use.timeout_s) as deadline:
                 ended.output = read_output(await self._call(session), session)
-        except TimeoutError as error:
-            ended.status, ended.error = ("timeout" if deadline.expired() else "failed"), error
         except Exception as error:  # of the user's agent
             ended.status, ended.error = "failed", error
             ended.output = getattr(error, "output", "") if isinstance(error, AgentExitError) else ""
         finally:
             await session.close_clients()
+        if deadline.expired():  # also if the agent made another error of it, or went on
+            ended.status, ended.output = "timeout", ""
+            ended.error = TimeoutError(f"it reached agent.timeout_s ({self._use.timeout_s:g})")
         ended.seconds = monotonic() - started
         rule = self._use.on_timeout if ended.status == "timeout" else self._use.on_error
         if ended.error is not None and (rule == "lose" or isinstance(ended.error, ConfigError)):
             raise RolloutError(f"the agent {ended.status}: {describe_error(ended.error)}") from ended.error
-        if ended.status == "failed" and session.calls:
-            logger.warning("the agent failed with %s; its answer is %r", describe_error(ended.error), ended.output[:80])
+        if ended.error is not None and session.calls and (told := describe_error(ended.error)) not in self._use.told:
+            self._use.told.add(told)
+            logger.warning("the agent failed with %s; the same is not told again", told, exc_info=ended.error)
         return ended
 
     async def _call(self, session: Session) -> Any:
@@ -251,17 +255,17 @@ def number_branches(calls: Sequence[Call]) -> dict[int, int]:
 
 
 def make_rollout(
-    trained: Sequence[Call], calls: Sequence[Call], ended: _Ended, outcome: StepOutcome, counts: dict[str, int]
+    trained: Sequence[Call], calls: Sequence[Call], ended: _Ended, outcome: StepOutcome, counted: Answering
 ) -> Rollout:
     """A rollout with a step for each trained call, in their order."""
     branches = number_branches(calls)
     numbers = set(branches.values())
     later = [call for call in calls[1:] if call.parent is not None]
-    refused, undelivered = counts["refused"], counts["undelivered"]
+    refused, undelivered = counted.counts["refused"], counted.counts["undelivered"]
     measures = {
         "agent/calls": len(calls),
         "agent/branches": len(numbers),
-        "agent/continued": len(later) / max(1, len(calls) - 1),
+        "agent/continued": len(later) / (len(calls) - 1) if len(calls) > 1 else 1.0,
         "agent/refused": refused,
         "agent/undelivered": undelivered,
         "agent/failed": float(ended.status == "failed"),
@@ -277,7 +281,6 @@ def make_rollout(
     last = steps[-1]
     last.reward, last.truncated, last.terminated = outcome.reward, is_cut or outcome.truncated, not (is_cut or outcome.truncated)
     last.info = merge_step_info(client_info=last.info, env_info=outcome.info, extra={**measures, "parsed_action": ended.output})
-    ignored = {name.removeprefix("ignored "): count for name, count in counts.items() if name.startswith("ignored ")}
     agent = {
         "output": ended.output,
         "status": ended.status,
@@ -287,7 +290,7 @@ def make_rollout(
         "refused": refused,
         "undelivered": undelivered,
         "seconds": round(ended.seconds, 3),
-        "ignored": ignored,
+        "ignored": dict(counted.ignored),
     }
     meta = {"agent": agent, "episode_truncated": last.truncated, "truncation_reason": "agent" if last.truncated else None}
     return Rollout(steps=steps, meta=meta)
@@ -299,7 +302,7 @@ def _make_step(index: int, call: Call, branch: int, calls: Sequence[Call]) -> St
         "call": call.number,
         "parent": call.parent,
         "branch": branch,
-        "shared": 0 if call.turn is None else call.turn.shared,
+        "shared": call.shared,
         "reason": call.reason,
         "dialect": call.dialect,
         "model": call.model,
@@ -325,9 +328,10 @@ def describe_agent(rollout: Rollout) -> str:
     agent, steps = rollout.meta["agent"], rollout.steps
     whole = [f"call {step.info['call']} ({step.info['reason']})" for step in steps[1:] if step.info["parent"] is None]
     parts = [
-        f"{agent['calls']} calls in {agent['seconds']:.1f} s",
-        f"tokens were encoded again in {', '.join(whole)}" if whole else "every later call continues an earlier one",
-        *([f"ignored: {', '.join(agent['ignored'])}"] if agent["ignored"] else []),
+        f"{agent['calls']} call{'s' if agent['calls'] > 1 else ''} in {agent['seconds']:.1f} s",
+        *([f"tokens were encoded again in {', '.join(whole)}"] if whole else []),
+        *(["every later call continues an earlier one"] if len(steps) > 1 and not whole else []),
+        *([f"ignored: {', '.join(f'{name}={value}' for name, value in agent['ignored'].items())}"] if agent["ignored"] else []),
         *([f"it failed with {agent['error']}"] if agent["error"] else []),
     ]
     return "; ".join(parts)

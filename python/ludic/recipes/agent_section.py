@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
+from ludic.errors import ConfigError
 from ludic.inference.gateway.session import Limits
 from ludic.interaction.agent_command import AgentCommand
 from ludic.interaction.agent_program import AgentUse, find_agent
@@ -36,6 +37,9 @@ class AgentSection:
     `none`: it runs as you. `auto`: bubblewrap, and an error without it."""
     files: Optional[str] = setting(None, needs="agent.command")  # noqa: UP045
     """A folder that is copied into the folder of each episode."""
+    mounts: list[str] = field(default_factory=list, metadata={"needs": "agent.command"})
+    """Folders that a sandbox shows too, to read alone, such as a virtual environment and the
+    interpreter that it was made from."""
     env: dict[str, str] = field(default_factory=dict, metadata={"needs": "agent.command"})
     """Variables of a command, with the same placeholders."""
     secrets: list[str] = field(default_factory=list, metadata={"needs": "agent.command"})
@@ -48,7 +52,7 @@ class AgentSection:
     """Sampled tokens of all calls of an episode; null: no limit."""
     context: Optional[int] = setting(None, least=2, needs=_AGENT)  # noqa: UP045
     """Tokens of a prompt and its answer: a longer prompt is refused, as servers do, so that the
-    agent can shorten it. Null: `trainer.max_seq_len`."""
+    agent can shorten it. Null: `trainer.max_seq_len`; never more than the model has."""
     history: str = setting("template", choices=("template", "sampled"), needs=_AGENT)
     """`template`: the model reads the history that the chat template shows, as on servers.
     `sampled`: thoughts that the template would drop stay in it."""
@@ -85,9 +89,13 @@ def build_agent(section: AgentSection, *, context: int | None) -> AgentUse | Non
     if ":" in section.train:
         values["train"] = import_named(section.train, "agent.train")
     if section.command is not None:
-        names = ("output", "sandbox", "files", "env", "secrets")
+        names = ("output", "sandbox", "files", "mounts", "env", "secrets")
         values["function"] = AgentCommand(section.command, **{name: getattr(section, name) for name in names})
     else:
         values["function"] = find_agent(str(section.function))
+    if section.context is not None and context is not None and section.context > context:
+        raise ConfigError(
+            f"agent.context ({section.context}) is more than trainer.max_seq_len ({context}) trains; lower it, or raise that"
+        )
     limits = Limits(section.max_calls, section.max_tokens, section.context or context)
     return AgentUse(**{**values, "limits": limits})

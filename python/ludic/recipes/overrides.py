@@ -64,7 +64,9 @@ def parse_override(text: str) -> Override:
 def make_override(key: str, value: Any, *, text: str) -> Override:
     """An override of a Python value. `text` is how it was written, for errors."""
     if not isinstance(value, Mapping):
-        if key in SECTIONS_BY_NAME:
+        if key == "agent" and isinstance(value, list):
+            key = "agent.command"
+        elif key in SECTIONS_BY_NAME:
             key = f"{key}.{SECTIONS_BY_NAME[key]}"
         elif key == "place":
             value = parse_place(value)

@@ -86,7 +86,9 @@ class GRPO(RecipeTrainer):
         given["tools"], own_tools = (None, {}) if tools is None else name_tools(tools)
         own_agent: dict[str, Any] = {}
         if isinstance(agent, Mapping):
-            settings["agent"] = agent
+            function = agent.get("function")
+            named, own_agent = name_agent(function) if function is not None else (None, own_agent)
+            settings["agent"] = {**agent, **({"function": named} if named else {})}
         elif isinstance(agent, str) or callable(agent):
             given["agent.function"], own_agent = name_agent(agent)
         elif agent is not None:

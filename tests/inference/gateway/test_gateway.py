@@ -168,7 +168,7 @@ async def test_settings_of_the_run_are_used_and_those_of_the_agent_counted():
         counts = await session.gateway.close_session(session)
     [(_, sampling, _)] = sampler.asked
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.9, 0.8, 7)
-    assert counts.counts["ignored temperature=0.0"] == 1
+    assert counts.ignored == {"temperature": 0.0}
     async with episode(run=SamplingParams(0.9, 50), sampling="harness") as (_, sampler, client):
         await ask(client, [user("question")], temperature=0.25, max_tokens=500, seed=3)
     [(_, sampling, _)] = sampler.asked
@@ -351,8 +351,157 @@ async def test_log_probabilities_equal_a_forward_pass_over_the_ids():
         start = len(call.trace.prompt_token_ids)
         logps = torch.log_softmax(model(input_ids=ids).logits[0, start - 1 : -1], -1).gather(1, ids[0, start:, None])[:, 0]
         assert call.trace.completion_logprobs == pytest.approx(logps.tolist(), abs=2e-5)
-        assert call.parent is None or ids_of(session_of(sessions, call).calls[call.parent]) == ids[0, : call.turn.shared].tolist()
+        assert call.parent is None or ids_of(session_of(sessions, call).calls[call.parent]) == ids[0, : call.shared].tolist()
 
 
 def session_of(sessions, call):
     return next(session for session in sessions if call in session.calls)
+
+
+async def test_limits_hold_for_calls_at_the_same_time():
+    async with episode(limits=Limits(max_calls=5), delay=0.1) as (session, _, client):
+        answers = await asyncio.gather(*(ask(client, [user(str(i))]) for i in range(20)), return_exceptions=True)
+        assert sum(isinstance(each, openai.PermissionDeniedError) for each in answers) == 15
+        assert len(session.calls) == 5
+    async with episode(lambda *_: "x" * 100, limits=Limits(max_tokens=50), delay=0.1) as (session, _, client):
+        await asyncio.gather(*(ask(client, [user(str(i))], n=8) for i in range(4)), return_exceptions=True)
+        assert sum(len(call.trace.completion_token_ids) for call in session.calls) <= 50
+
+
+async def test_calls_that_nobody_waits_for_have_a_limit_too(monkeypatch):
+    monkeypatch.setattr(gateway_module, "RETRY_GRACE_S", 0.0)
+    async with episode(limits=Limits(max_calls=2), delay=0.2) as (_, sampler, client):
+        for number in range(12):
+            with pytest.raises((openai.APITimeoutError, openai.PermissionDeniedError)):
+                await ask(client.with_options(timeout=0.1), [user(str(number))])
+            await asyncio.sleep(0.15)
+    assert len(sampler.asked) <= 6
+
+
+async def test_a_failure_that_a_second_attempt_mends_is_none():
+    def fail_once(prompt, number):
+        if number == 0:
+            raise InferenceError("hiccup")
+        return "fine"
+
+    async with episode(fail_once) as (session, _, client):
+        await ask(client.with_options(max_retries=2), [user("question")])
+        counts = await session.gateway.close_session(session)
+    assert (counts.error, len(session.calls)) == (None, 1)
+
+
+async def test_of_several_samples_one_failure_ends_the_others():
+    started, ended = [], []
+
+    class Slow(ScriptedSampler):
+        async def sample_tokens(self, *arguments, **settings):
+            started.append(1)
+            if len(started) == 1:
+                raise InferenceError("away")
+            try:
+                await asyncio.sleep(30)
+            finally:
+                ended.append(1)
+
+    async with episode(Slow(bpe_tokenizer(), numbered)) as (_, _, client):
+        with pytest.raises(openai.InternalServerError):
+            await ask(client, [user("question")], n=4)
+        await asyncio.sleep(0.2)
+        assert len(ended) == len(started) - 1
+
+
+async def test_an_answer_that_nobody_got_is_not_continued(monkeypatch):
+    monkeypatch.setattr(gateway_module, "RETRY_GRACE_S", 0.5)
+    async with episode(lambda *_: "same", delay=0.3) as (session, _, client):
+        lost = asyncio.ensure_future(ask(client.with_options(timeout=0.15), [user("question")]))
+        message = await ask(client, [user("question")])
+        with pytest.raises(openai.APITimeoutError):
+            await lost
+        await ask(client, [user("question"), {"role": "assistant", "content": message.content}, user("go")])
+    assert [(call.parent, call.reason) for call in session.calls] == [(None, "root"), (0, "continues")]
+
+
+async def test_the_second_attempt_of_one_of_two_equal_calls_is_its_own():
+    async with episode(delay=0.4) as (session, _, client):
+        other = asyncio.ensure_future(ask(client, [user("question")]))
+        slow = client.with_options(timeout=0.25, max_retries=3)
+        first, second = (await ask(slow, [user("question")])).content, (await other).content
+        assert first != second
+        assert len(session.calls) == 2
+
+
+async def test_plain_completions_keep_their_thoughts():
+    async with episode(lambda *_: "<think>\nhm\n</think>\n\nso") as (_, _, client):
+        answer = await client.completions.create(model="x", prompt="Once", max_tokens=50, logprobs=0)
+        assert answer.choices[0].text == "<think>\nhm\n</think>\n\nso"
+        assert answer.choices[0].logprobs.token_logprobs
+
+
+async def test_a_prompt_beyond_the_engines_context_is_the_agents_to_shorten():
+    from playing import tiny_model
+
+    tokenizer = bpe_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=64)
+    async with episode(LocalSampler(model, tokenizer)) as (session, _, client):
+        with pytest.raises(openai.BadRequestError, match="prompt is too long") as error:
+            await ask(client, [user("question " * 100)])
+        assert error.value.code == "context_length_exceeded"
+        counts = await session.gateway.close_session(session)
+    assert counts.error is None
+
+
+class LocalSampler(ScriptedSampler):
+    """The in-process engine in the place of a script."""
+
+    def __init__(self, model, tokenizer):
+        super().__init__(tokenizer, numbered)
+        self.inner = LocalChatClient(model, tokenizer)
+        self.context_length = self.inner.context_length
+
+    async def sample_tokens(self, ids, **settings):
+        return await self.inner.sample_tokens(ids, **settings)
+
+
+@pytest.mark.parametrize("properties", [{"key": True}, ["key"], "key"])
+async def test_schemas_that_are_none_do_no_harm(properties):
+    tools = [{"type": "function", "function": {"name": 'a"b', "parameters": {"type": "object", "properties": properties}}}]
+    async with episode(lambda *_: CALL) as (session, _, client):
+        await ask(client, [user("question")], tools=tools)
+        assert session.calls[0].answer["tool_calls"]
+
+
+async def test_long_prompts_of_one_session_do_not_stop_another():
+    async with episode() as (session, _, client):
+        other = session.gateway.open(sampling=SamplingParams(1.0, 20), seed=0)
+        long = asyncio.ensure_future(ask(client, [user("word " * 400_000)]))
+        await asyncio.sleep(0.3)
+        async with httpx2.AsyncClient(trust_env=False) as http:
+            started = asyncio.get_running_loop().time()
+            await http.get(f"{session.gateway.url}/health")
+            assert asyncio.get_running_loop().time() - started < 1.0 or long.done()
+        await long
+        assert other.calls == []
+
+
+def test_transcripts_end_with_their_session():
+    sampler = ScriptedSampler(bpe_tokenizer(), numbered)
+    with Gateway(sampler, sampler.tokenizer) as gateway:
+
+        async def play():
+            for _ in range(3):
+                session = gateway.open(sampling=SamplingParams(1.0, 20), seed=0)
+                async with session.client() as client:
+                    await ask(client, [user("question")])
+                await gateway.close_session(session)
+
+        asyncio.run(play())
+        assert gateway._encoder._transcripts == {}
+
+
+def test_a_port_that_is_taken_is_told():
+    sampler = ScriptedSampler(bpe_tokenizer(), numbered)
+    with Gateway(sampler, sampler.tokenizer) as first:
+        second = Gateway(sampler, sampler.tokenizer, port=first._bound)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"cannot use port {first._bound}"):
+                second.open(sampling=SamplingParams(1.0, 20))

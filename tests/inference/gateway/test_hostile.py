@@ -26,7 +26,7 @@ def gateway():
 
 async def raw(gateway, data, wait_s=5.0):
     """(the first line of the answer, all of it) of these bytes on a connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway._port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway._bound)
     writer.write(data)
     await writer.drain()
     try:
@@ -148,7 +148,7 @@ async def test_a_body_that_grows_beyond_the_limit_is_refused(gateway, monkeypatc
 
 async def test_too_many_connections_are_closed(gateway, monkeypatch):
     monkeypatch.setattr(http, "CONNECTIONS", 2)
-    held = [await asyncio.open_connection("127.0.0.1", gateway._port) for _ in range(2)]
+    held = [await asyncio.open_connection("127.0.0.1", gateway._bound) for _ in range(2)]
     await asyncio.sleep(0.1)
     assert await raw(gateway, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") == ("", b"")
     for _, writer in held:
@@ -160,7 +160,7 @@ async def test_too_many_connections_are_closed(gateway, monkeypatch):
 async def test_requests_on_one_connection_are_answered_in_order(gateway):
     session = open_session(gateway)
     body = b'{"model":"x","messages":[{"role":"user","content":"a"}]}'
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway._port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway._bound)
     writer.write(post(session, body) * 3)
     answers = b""
     while answers.count(b"HTTP/1.1 200") < 3:

@@ -95,8 +95,8 @@ async def test_calls_of_known_programs_continue_with_the_sampled_tokens(name, hi
     for call in continued:
         parent = session.calls[call.parent].trace
         read_ids = [*parent.prompt_token_ids, *parent.completion_token_ids]
-        assert call.turn.shared >= len(read_ids) - 1
-        assert call.trace.prompt_token_ids[: call.turn.shared] == read_ids[: call.turn.shared]
+        assert call.shared >= len(read_ids) - 1
+        assert call.trace.prompt_token_ids[: call.shared] == read_ids[: call.shared]
 
 
 def test_every_recording_is_replayed():

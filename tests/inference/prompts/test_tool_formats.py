@@ -217,6 +217,44 @@ def test_any_text_can_be_read_in_every_format(name, noise, place):
         assert message.get("tool_calls") or message["content"] == odd
 
 
+OPTIONAL = [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}, {"enum": ["12", "true"]}]
+
+
+@pytest.mark.parametrize("name", ["xml", "glm"])
+@pytest.mark.parametrize("schema", [*OPTIONAL, {"type": "integer"}, True, None])
+def test_a_text_has_the_type_of_its_schema(name, schema):
+    encoder, tools = encoder_of(name), json.loads(json.dumps(TOOLS))
+    tools[0]["function"]["parameters"]["properties"]["text"] = schema
+    message = FORMATS[name].message(said(encoder, [("look", {"text": "12"})]), tools)
+    assert calls_of(message) == [("look", {"text": "12" if schema in OPTIONAL else 12})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma", "<|tool_call>call:f{x:1}<tool_call|><|tool_call>call:g x:1"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁begin｜>"),
+        ("mistral named", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g"),
+        ("pythonic", '[f(**{"x": 1})]'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
+    ],
+)
+def test_one_malformed_call_makes_the_answer_text(name, text):
+    assert FORMATS[name].message(text) == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("name", ["xml", "glm", "gemma", "hermes"])
+def test_repeated_beginnings_are_read_in_linear_time(name):
+    begun = {
+        "xml": "<tool_call><function=a>",
+        "glm": "<tool_call>a<arg_key>",
+        "gemma": "<|tool_call>call:a{",
+        "hermes": "<tool_call>{",
+    }
+    text = begun[name] * 50_000
+    assert FORMATS[name].read(text) == (len(text), [])
+
+
 def test_values_of_json_and_of_python_are_read_in_pythonic_calls():
     calls = FORMATS["pythonic"].read("[f(a=true, b=[None, {'c': False}], d=-1.5), g()]")[1]
     assert calls == [("f", {"a": True, "b": [None, {"c": False}], "d": -1.5}), ("g", {})]

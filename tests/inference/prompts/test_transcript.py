@@ -191,15 +191,39 @@ def test_text_that_was_added_to_an_answer_follows_the_sampled_tokens():
     assert session.tokenizer.decode(prompt.ids) == session.text([*asked, added, user("go on")])
 
 
-@pytest.mark.parametrize("sent", ["the answer", "the answerEND", "the answerEND and more", "the answer and more"])
-def test_an_answer_that_a_stop_string_cut_is_found_with_and_without_it(sent):
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        ("the answer", "continues"),
+        ("the answerEND and more", "extended"),
+        ("the answer and more", "changed:1:content"),  # the sampled ids have END, and the client does not
+        ("the answers", "changed:1:content"),
+    ],
+)
+def test_an_answer_that_a_stop_string_cut_is_found_as_the_client_got_it(sent, reason):
     session = Session(bpe_tokenizer())
     asked = [user("question")]
     _, message, ids = session.answer(asked, "the answerEND", end=None, stops=["END"])
     assert message["content"] == "the answer"
     prompt = session.prompt([*asked, {**message, "content": sent}, user("go")])
-    assert prompt.ids[: len(ids)] == ids
-    assert prompt.reason == ("extended" if "more" in sent else "continues" if sent == "the answer" else prompt.reason)
+    assert (prompt.reason, prompt.ids[: len(ids)] == ids) == (reason, reason in ("continues", "extended"))
+
+
+def test_white_space_at_the_end_of_an_answer_is_not_doubled():
+    session = Session(bpe_tokenizer())
+    asked = [user("question")]
+    _, message, _ = session.answer(asked, "look\n\n")
+    added = [*asked, {**message, "content": "look\n\ngo on"}, user("go")]
+    assert session.tokenizer.decode(session.prompt(added).ids) == session.text(added)
+
+
+def test_added_text_is_encoded_without_a_space_of_its_own():
+    """As SentencePiece would put before a text that stands alone."""
+    session = Session(make_tokenizer("mistral"))
+    asked = [user("What is 2+2?")]
+    _, message, _ = session.answer(asked, "It")
+    added = [*asked, {**message, "content": "Itself."}, user("Be brief.")]
+    assert "Itself." in session.tokenizer.decode(session.prompt(added).ids)
 
 
 def test_an_answer_that_was_cut_off_gets_the_templates_end_token_as_context():
@@ -308,6 +332,26 @@ def test_reasoning_that_came_back_changed_is_a_branch():
     same = [*asked, {**message, "reasoning_content": " thought\n"}, result(message)]
     other = [*asked, {**message, "reasoning_content": "nonsense"}, result(message)]
     assert (session.prompt(same).reason, session.prompt(other).reason) == ("continues", "changed:1:reasoning")
+
+
+def test_added_text_does_not_hide_a_changed_thought():
+    session, think = thinking_session()
+    asked = [user("first task")]
+    _, message = think(asked, "secret A", "hello")
+    changed = {**message, "content": "hello there", "reasoning_content": "totally B"}
+    assert session.prompt([*asked, changed, user("go")]).parent is None
+
+
+def test_a_long_dialogue_with_thoughts_takes_few_renderings(monkeypatch):
+    session, think = thinking_session()
+    messages, renderings = [user("task 0")], []
+    for turn in range(40):
+        _, message = think(messages, f"thought {turn}", f"answer {turn}")
+        messages = [*messages, message, user(f"task {turn + 1}")]
+    render = TemplateBridge._render
+    monkeypatch.setattr(TemplateBridge, "_render", lambda *given, **more: renderings.append(1) or render(*given, **more))
+    session.prompt(messages)
+    assert len(renderings) < 40
 
 
 def test_episodes_do_not_share_answers():

@@ -10,12 +10,13 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from ludic.errors import ConfigError
-from ludic.inference.client import Episode, SamplesTokens, current_episode
+from ludic.inference.client import SamplesTokens, current_episode
 from ludic.inference.gateway.dialects import chat, completions, messages, responses
 from ludic.inference.gateway.dialects.base import Ask, CallError, encode, openai_error
 from ludic.inference.gateway.http import Exchange, HttpServer, Reply, Request
@@ -62,7 +63,7 @@ class Gateway:
     ) -> None:
         if not isinstance(client, SamplesTokens):
             raise ConfigError(f"{type(client).__name__} has no sample_tokens; agents need the in-process engine, vLLM or SGLang")
-        self._client, self._host, self._port = client, host, port
+        self._client, self._host, self._port, self._bound = client, host, port, port
         self._encoder = PromptEncoder(tokenizer, keeps_sampled=history == "sampled")
         self._harness_sampling, self._ignores = sampling == "harness", unsupported == "ignore"
         self._sessions: dict[str, Answering] = {}
@@ -83,7 +84,7 @@ class Gateway:
     @property
     def url(self) -> str:
         """The address that agents on this machine use, without a path."""
-        return self._public_url or f"http://{self._host}:{self._port}"
+        return self._public_url or f"http://{self._host}:{self._bound}"
 
     def start(self) -> None:
         """Begin to serve. A second call does nothing."""
@@ -91,7 +92,11 @@ class Gateway:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
             self._thread.start()
-            self._port = self._run(self._server.listen(self._host, self._port)).result(START_S)
+            try:
+                self._bound = self._run(self._server.listen(self._host, self._port)).result(START_S)
+            except OSError as error:
+                self.stop()
+                raise ConfigError(f"the gateway cannot use port {self._port}: {error.strerror}; choose another, or 0") from error
 
     def stop(self) -> None:
         """End all sessions, connections and the thread."""
@@ -118,18 +123,20 @@ class Gateway:
         agent without a network."""
         self.start()
         session = Session(f"{self.url}/v1", new_key(), prompt, messages, row or {}, seed=seed, workspace=workspace)
+        limits = limits or Limits()
+        own = [length for length in (limits.context, getattr(self._client, "context_length", None)) if length is not None]
         answering = Answering(
             session,
             self._client,
             self._encoder,
-            current_episode() or Episode(),
+            current_episode(),
             sampling,
-            limits or Limits(),
+            replace(limits, context=min(own, default=None)),
             harness_sampling=self._harness_sampling,
         )
-        self._sessions[session.api_key] = answering
         if socket is not None:
             self._run(self._server.listen_at(socket, session.api_key)).result(START_S)
+        self._sessions[session.api_key] = answering
         return session
 
     async def close_session(self, session: Session) -> Answering:
@@ -143,6 +150,7 @@ class Gateway:
         self._server.stop_listening(session.api_key)
         for job in list(self._jobs.pop(session.api_key, ())):
             await job.end()
+        answering.end()
         return answering
 
     async def _end(self) -> None:
@@ -172,7 +180,7 @@ class Gateway:
             if request.method != "POST" or (dialect is None and path != messages.COUNT_PATH):
                 raise CallError(f"{request.method} {path} is no endpoint of the gateway", 404)
             if path == messages.COUNT_PATH:
-                return _exchange(Reply(200, messages.count_body(answering.count_tokens(messages.read(request.body)))))
+                return _exchange(Reply(200, messages.count_body(await answering.count_tokens(messages.read(request.body)))))
             return self._call(answering, dialect, request)
         except CallError as error:
             return _exchange(Reply(error.status, encode(error_body(str(error), error.status, error.code))))
@@ -184,10 +192,14 @@ class Gateway:
         ask: Ask = dialect.read(request.body, ignore_format=self._ignores)
         ident = request.headers.get("idempotency-key") or hashlib.blake2b(request.body, digest_size=16).hexdigest()
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0" or "idempotency-key" in request.headers
-        job = answering.replies.get(ident) if is_retry else None
-        if job is None or job.has_failed:
-            jobs = self._jobs.setdefault(answering.session.api_key, set())
-            job = answering.replies[ident] = _Job(answering, dialect, ask, jobs)
+        same = answering.replies.setdefault(ident, []) if is_retry else answering.replies.get(ident, [])
+        known = [job for job in same if not job.has_failed] if is_retry else []
+        # The call whose client has gone; else one that was answered, whose answer may be lost.
+        job = next((job for job in known if job.is_abandoned), known[-1] if known else None)
+        if job is None:
+            job = _Job(answering, dialect, ask, self._jobs.setdefault(answering.session.api_key, set()))
+            answering.replies.pop(ident, None)
+            answering.replies[ident] = [*same, job][-REPLIES:]
             while len(answering.replies) > REPLIES:
                 del answering.replies[next(iter(answering.replies))]
         return job.exchange(dialect.PING if ask.stream else None)
@@ -199,7 +211,7 @@ class _Job:
 
     def __init__(self, answering: Answering, dialect: Any, ask: Ask, running: set[_Job]) -> None:
         self._answering, self._dialect, self._ask, self._running = answering, dialect, ask, running
-        self._waiting = 0
+        self._waiting, self._is_received = 0, False
         self._settles: list[Callable[[bool], None]] = []
         running.add(self)
         self._task = asyncio.ensure_future(self._sample())
@@ -209,6 +221,11 @@ class _Job:
     def has_failed(self) -> bool:
         """Whether it has ended without an answer, so that a second attempt samples."""
         return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether every client that waited for it has gone, and nobody has its answer."""
+        return not self._waiting and not self._is_received
 
     def exchange(self, ping: bytes | None) -> Exchange:
         """One more request that waits for the answer."""
@@ -247,6 +264,7 @@ class _Job:
         return Reply(error.status, encode(self._dialect.error_body(str(error), error.status, error.code)))
 
     def _receive(self) -> None:
+        self._is_received = True
         self._settle(delivered=True)
 
     def _lose(self) -> None:
@@ -254,7 +272,7 @@ class _Job:
         asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._give_up)
 
     def _give_up(self) -> None:
-        if not self._waiting:
+        if self.is_abandoned:
             self._task.cancel()
             self._settle(delivered=False)
 

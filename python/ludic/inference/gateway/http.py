@@ -24,7 +24,10 @@ HEADER_S = 10.0
 BODY_S = 60.0
 IDLE_S = 600.0
 """How long a connection may stay without a request."""
-CONNECTIONS = 2000
+FIRST_S = 30.0
+"""The same before its first request."""
+CONNECTIONS, CONNECTIONS_OF_SOCKET = 2000, 128
+"""At a time, by TCP and at each socket file."""
 NOBODY = 65_534
 """The user of sandboxes if this process is root."""
 PING_AFTER_S, PING_EVERY_S = 30.0, 3.0
@@ -83,6 +86,8 @@ class HttpServer:
         self._handler = handler
         self._servers: dict[str, asyncio.Server] = {}
         self._connections: set[asyncio.Task[None]] = set()
+        self._open: dict[str, set[asyncio.Task[None]]] = {}
+        """Key of a socket file, or "" for TCP -> its connections."""
 
     async def listen(self, host: str, port: int) -> int:
         """Serve on a TCP port; 0 takes a free one. Returns the port."""
@@ -119,9 +124,11 @@ class HttpServer:
     def _accept(self, key: str) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
-            if len(self._connections) >= CONNECTIONS or task is None:
+            of_key = self._open.setdefault(key, set())
+            if task is None or len(of_key) >= (CONNECTIONS_OF_SOCKET if key else CONNECTIONS):
                 writer.close()
                 return
+            of_key.add(task)
             self._connections.add(task)
             try:
                 await _Connection(reader, writer, self._handler, key).serve()
@@ -129,6 +136,9 @@ class HttpServer:
                 pass  # the client's fault, or the server ends: nothing is left to say
             finally:
                 self._connections.discard(task)
+                of_key.discard(task)
+                if not of_key:
+                    self._open.pop(key, None)
                 writer.close()
 
         return serve
@@ -139,6 +149,7 @@ class _Connection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler, key: str) -> None:
         self._reader, self._writer, self._handler, self._key = reader, writer, handler, key
+        self._has_answered = False
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES)
 
     async def serve(self) -> None:
@@ -156,6 +167,7 @@ class _Connection:
                 return
             exchange = await self._handler(request)
             await self._answer(exchange)
+            self._has_answered = True
             if self._http.our_state is h11.MUST_CLOSE or self._http.their_state is not h11.DONE:
                 return
             self._http.start_next_cycle()
@@ -165,7 +177,7 @@ class _Connection:
         head: h11.Request | None = None
         body: list[bytes] = []
         size = 0
-        deadline = asyncio.get_running_loop().time() + IDLE_S
+        deadline = asyncio.get_running_loop().time() + (IDLE_S if self._has_answered else min(FIRST_S, IDLE_S))
         while True:
             event = self._http.next_event()
             if event is h11.NEED_DATA:
@@ -236,9 +248,11 @@ class _Connection:
         self._send(h11.Data(data=ping))
 
     async def _wait_until_gone(self) -> None:
-        """Return when the client closes the connection. What it sends before is kept for the next
-        request."""
-        while data := await self._reader.read(2**16):
+        """Return when the client closes the connection, or sends more than a request may have. What
+        it sends before is kept for the next request."""
+        received = 0
+        while (data := await self._reader.read(2**16)) and received <= BODY_BYTES:
+            received += len(data)
             self._http.receive_data(data)
 
     async def _write(self, reply: Reply, *, close: bool = False) -> None:

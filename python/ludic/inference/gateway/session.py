@@ -9,6 +9,7 @@ import secrets
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -16,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from ludic.columns import find_token_fault
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.inference.client import Episode, Sampled, SamplesTokens, as_episode
 from ludic.inference.gateway.dialects.base import Answered, Ask, CallError
 from ludic.inference.prompts.encoder import Answer, PromptEncoder
@@ -29,6 +30,8 @@ IN_FLIGHT = 64
 """Calls of one session at a time."""
 REPLIES = 64
 """Replies that are kept for clients that ask again."""
+IN_LOOP = 16_384
+"""Characters up to which a prompt is encoded on the event loop."""
 SAMPLE_S = 600.0
 """Deadline of one sample."""
 
@@ -54,6 +57,8 @@ class Call:
     """Its ids, and the call that it continues; None for a plain completion."""
     parent: int | None
     """The number of the call that it continues."""
+    shared: int
+    """Leading tokens of its prompt that the parent has."""
     reason: str
     """Why it continues a call, or none (`Prompt.reason`)."""
     trace: TokenTrace
@@ -112,9 +117,10 @@ class Session:
         return self._clients[-1]
 
     async def close_clients(self) -> None:
-        """Close what `client` made."""
+        """Close what `client` made; one of a loop that has ended is closed already."""
         while self._clients:
-            await self._clients.pop().close()
+            with suppress(Exception):
+                await self._clients.pop().close()
 
     def environment(self, base_url: str | None = None) -> dict[str, str]:
         """The variables by which OpenAI's and Anthropic's libraries find the model, at `base_url`
@@ -142,7 +148,7 @@ class Answering:
         session: Session,
         client: SamplesTokens,
         encoder: PromptEncoder,
-        episode: Episode,
+        episode: Episode | None,
         sampling: SamplingParams,
         limits: Limits,
         *,
@@ -153,44 +159,64 @@ class Answering:
         self.error: Exception | None = None
         """The first failure of the engine, which is not the agent's fault."""
         self.counts: Counter[str] = Counter()
-        """`refused` and `undelivered` calls, `nonzero` replies, and names of ignored settings."""
-        self.replies: dict[str, Any] = {}
-        """Hash of a request -> its job, for a client that asks again."""
-        self._client, self._encoder, self._episode = client, encoder, episode
+        """`refused` and `undelivered` calls."""
+        self.ignored: dict[str, Any] = {}
+        """Settings of sampling that the agent asked for, with their first values."""
+        self.replies: dict[str, list[Any]] = {}
+        """Hash of a request -> its jobs, for a client that asks again."""
+        self._client, self._encoder = client, encoder
+        self._episode, self._is_own = episode or Episode(), episode is None
         self._harness_sampling = harness_sampling
-        self._in_flight = self._num_sampled = 0
+        self._open = self._num_sampled = self._num_reserved = 0
+        """Samples that are in flight or not received yet; tokens sampled; tokens of those in
+        flight, at most."""
         self._drawn: dict[bytes, set[int]] = {}
         """Hash of a prompt -> the numbers of its samples that were delivered or are in flight."""
         self._numbers: dict[int, int] = {}
         """Number of a turn -> that of its call."""
+
+    def end(self) -> None:
+        """Forget the turns of a session that belongs to no episode; else the episode's end does."""
+        if self._is_own:
+            self._episode.end()
 
     async def answer(self, ask: Ask, dialect: str) -> list[tuple[Answered, Call, Callable[[bool], None]]]:
         """`ask.n` samples: each as text, as a call, and a function to call with whether the agent
         has got it. Raises CallError for a call that is refused."""
         started = monotonic()
         self._check_limits(ask)
-        prompt = self._prepare(ask)
-        room = self._room(ask, len(prompt.ids))
-        key = hashlib.blake2b(array("i", prompt.ids).tobytes(), digest_size=8).digest()
-        drawn = self._drawn.setdefault(key, set())
-        numbers = [number for number in range(len(drawn) + ask.n) if number not in drawn][: ask.n]
-        drawn.update(numbers)
-        self._in_flight += ask.n
+        self._open += ask.n
+        reserved = 0
+        key, drawn, numbers = b"", set[int](), list[int]()
         try:
-            sampled = await asyncio.gather(*(self._sample(prompt, ask, room, key, number) for number in numbers))
-        except BaseException:
+            prompt = await self._prepare(ask)
+            room = self._room(ask, len(prompt.ids))
+            reserved = room * ask.n
+            self._num_reserved += reserved
+            key = hashlib.blake2b(array("i", prompt.ids).tobytes(), digest_size=8).digest()
+            drawn = self._drawn.setdefault(key, set())
+            numbers = [number for number in range(len(drawn) + ask.n) if number not in drawn][: ask.n]
+            drawn.update(numbers)
+            async with asyncio.TaskGroup() as tasks:
+                sampling = [tasks.create_task(self._sample(prompt, ask, room, key, number)) for number in numbers]
+            answers: list[tuple[Answered, Call, Callable[[bool], None]]] = []
+            for task, number in zip(sampling, numbers, strict=True):
+                answered, call, answer = self._read(prompt, ask, task.result(), dialect, monotonic() - started)
+                answers.append((answered, call, partial(self._settle, call, prompt, answer, drawn, number)))
+        except BaseException as error:
+            self._open -= ask.n
             drawn.difference_update(numbers)
+            self.counts["undelivered"] += ask.n if isinstance(error, asyncio.CancelledError) else 0
+            if isinstance(error, ExceptionGroup):  # of the samples, of which the first tells
+                raise error.exceptions[0] from None
             raise
         finally:
-            self._in_flight -= ask.n
-        answers: list[tuple[Answered, Call, Callable[[bool], None]]] = []
-        for each, number in zip(sampled, numbers, strict=True):
-            answered, call = self._read(prompt, ask, each, dialect, monotonic() - started)
-
-            answers.append((answered, call, partial(self._settle, call, drawn, number)))
+            self._num_reserved -= reserved
+        self.error = None  # the engine answers again
         return answers
 
-    def _settle(self, call: Call, drawn: set[int], number: int, delivered: bool) -> None:
+    def _settle(self, call: Call, prompt: Prompt, answer: Answer, drawn: set[int], number: int, delivered: bool) -> None:
+        self._open -= 1
         call.delivered = delivered
         if not delivered:
             drawn.discard(number)
@@ -198,28 +224,30 @@ class Answering:
             return
         self.session.calls.append(call)
         call.number = len(self.session.calls) - 1
+        call.turn = self._encoder.remember(prompt, answer, self._episode)
         if call.turn is not None:
             self._numbers[call.turn.number] = call.number
 
-    def count_tokens(self, ask: Ask) -> int:
+    async def count_tokens(self, ask: Ask) -> int:
         """The tokens of the prompt of a call."""
-        return len(self._prepare(ask).ids)
+        return len((await self._prepare(ask)).ids)
 
     def _check_limits(self, ask: Ask) -> None:
-        for name, value in ask.sampling.items():
-            if not self._harness_sampling:
-                self.counts[f"ignored {name}={value}"] += 1
+        limit = self.limits.max_calls
         if self.is_over:
             raise CallError("the episode is over; no call is answered any more", 403)
         if not 1 <= ask.n <= IN_FLIGHT:
             raise CallError(f"n ({ask.n}) must be from 1 to {IN_FLIGHT}")
         if ask.max_tokens is not None and ask.max_tokens < 1:
             raise CallError(f"max_tokens ({ask.max_tokens}) must be at least 1")
-        if len(self.session.calls) + self._in_flight + ask.n > self.limits.max_calls:
+        if len(self.session.calls) + self._open + ask.n > limit or self.counts["undelivered"] > 2 * limit:
             self.counts["refused"] += 1
-            raise CallError(f"the episode may make {self.limits.max_calls} calls, and has made them", 403)
-        if self._in_flight + ask.n > IN_FLIGHT:
+            raise CallError(f"the episode may make {limit} calls, and has made them", 403)
+        if self._open + ask.n > IN_FLIGHT:
             raise CallError(f"a session may have {IN_FLIGHT} calls at a time", 429)
+        for name, value in ask.sampling.items():
+            if not self._harness_sampling:
+                self.ignored.setdefault(name, value)
 
     def _room(self, ask: Ask, length: int) -> int:
         """How many tokens the answer may have."""
@@ -230,27 +258,35 @@ class Answering:
                 raise CallError(why, 400, "context_length_exceeded")
             room = min(room, limits.context - length)
         if limits.max_tokens is not None:
-            left = limits.max_tokens - self._num_sampled
+            left = (limits.max_tokens - self._num_sampled - self._num_reserved) // ask.n
             if left < 1:
                 self.counts["refused"] += 1
                 raise CallError(f"the episode may sample {limits.max_tokens} tokens, and has sampled them", 403)
             room = min(room, left)
         return min(room, ask.max_tokens) if ask.max_tokens else room
 
-    def _prepare(self, ask: Ask) -> Prompt:
+    async def _prepare(self, ask: Ask) -> Prompt:
+        """The prompt of a call. A long one is made in a thread, so that others are answered
+        meanwhile."""
+        length = len(str(ask.prompt)) if ask.prompt is not None else sum(len(str(each)) for each in ask.messages)
+        return await asyncio.to_thread(self._make_prompt, ask) if length > IN_LOOP else self._make_prompt(ask)
+
+    def _make_prompt(self, ask: Ask) -> Prompt:
         if ask.prompt is not None:
             ids = self._encoder.encode_text(ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
             try:
                 fault = find_token_fault(ids, vocab_size=len(self._encoder.tokenizer))
-            except DataError as error:
+            except (DataError, DataTypeError) as error:
                 fault = str(error)
             if fault:
                 raise CallError(f"prompt has {fault}")
             return Prompt(Dialogue([]), (), "root", ids=ids)
         tools = ToolRequest(ask.tools, ask.tool_choice) if ask.tools else None
-        request = ChatCompletionRequest(self.session.model, ask.messages, tools=tools)
         try:
-            return self._encoder.encode(Dialogue.of(request), self._episode, begun=ask.begun)
+            dialogue = Dialogue.of(ChatCompletionRequest(self.session.model, ask.messages, tools=tools))
+            if dialogue.tools:
+                self._encoder.tool_format(dialogue.tools)
+            return self._encoder.encode(dialogue, self._episode, begun=ask.begun)
         except Exception as error:  # of the template, which may raise anything
             raise CallError(f"the chat template cannot render this conversation: {error}") from error
 
@@ -271,16 +307,22 @@ class Answering:
             self.error = self.error or error
             raise CallError(f"the model could not answer: {error}", 503) from error
 
-    def _read(self, prompt: Prompt, ask: Ask, sampled: Sampled, dialect: str, seconds: float) -> tuple[Answered, Call]:
-        stops = [*self.sampling.stop_texts, *ask.stop]
-        answer = self._encoder.read_answer(prompt, sampled, stops=stops, episode=self._episode, splits_reasoning=True)
+    def _read(self, prompt: Prompt, ask: Ask, sampled: Sampled, dialect: str, seconds: float) -> tuple[Answered, Call, Answer]:
+        answer = self._encoder.read_answer(
+            prompt,
+            sampled,
+            stops=[*self.sampling.stop_texts, *ask.stop],
+            splits_reasoning=ask.prompt is None,
+            remembers=False,
+        )
         ids = read_list(sampled.trace, "completion_token_ids")
         self._num_sampled += len(ids)
         parent = prompt.parent
         seen = 0 if parent is None else len(parent.keys)
         call = Call(
             number=-1,
-            turn=answer.turn,
+            shared=prompt.shared,
+            turn=None,
             parent=None if parent is None else self._numbers.get(parent.number),
             reason=prompt.reason,
             trace=answer.trace,
@@ -293,7 +335,7 @@ class Answering:
             seconds=seconds,
             weight_versions=sampled.weight_versions,
         )
-        return _shown(answer, ask, prompt, ids, self._encoder), call
+        return _shown(answer, ask, prompt, ids, self._encoder), call, answer
 
 
 def _valid(sampling: Mapping[str, Any]) -> dict[str, Any]:

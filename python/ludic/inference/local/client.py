@@ -158,6 +158,12 @@ class LocalChatClient:
         """`complete_tokens`, with the version of the weights that sampled."""
         return (await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed)).sampled
 
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of a prompt and its answer; None if the model does not say."""
+        length: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return length
+
     async def get_policy_version(self) -> int:
         return self._version
 

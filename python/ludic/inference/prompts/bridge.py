@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 from ludic.errors import ConfigError
@@ -74,12 +74,25 @@ class TemplateBridge:
                 pass
         return self._after(dialogue, answer)
 
-    def keeps(self, dialogue: Dialogue, answer: int) -> bool:
-        """Whether the template shows the messages before `dialogue.messages[answer]` as it did when
-        that was sampled, and shows the reasoning of that answer. Raises what the template
-        raises."""
-        habits, thoughts = self.habits, any(map(_has_reasoning, dialogue.messages[: answer + 1]))
-        return not (habits.rewrites or (thoughts and habits.drops_thoughts)) or self._keeps(dialogue, answer)
+    def find_kept(self, dialogue: Dialogue, answers: Sequence[int]) -> int | None:
+        """The last of the `answers`, places in ascending order, up to which the template shows the
+        messages as it did when the answer was sampled, with its reasoning; None if there is none.
+        Raises what the template raises.
+
+        A template that drops a thought drops those before it too: after the last answer, the place
+        is found by bisection.
+        """
+        habits, thoughts = self.habits, any(map(_has_reasoning, dialogue.messages))
+        if not answers or not (habits.rewrites or (thoughts and habits.drops_thoughts)):
+            return answers[-1] if answers else None
+        text = self._render(dialogue)
+        if self._keeps(dialogue, answers[-1], text):
+            return answers[-1]
+        least, most = 0, len(answers) - 1  # answers[: least] are kept
+        while least < most:
+            middle = (least + most) // 2
+            least, most = (middle + 1, most) if self._keeps(dialogue, answers[middle], text) else (least, middle)
+        return answers[least - 1] if least else None
 
     def find_format(self, tools: Tools) -> ToolFormat:
         """The format in which the template writes calls. Raises ConfigError unless it shows the
@@ -107,7 +120,7 @@ class TemplateBridge:
         return shown[len(prompt) if begun is None else begun.start() :]
 
     def _find_format(self, tools: Tools) -> ToolFormat:
-        name, argument, result = str(tools[0]["function"]["name"]), "an-argument-4711", "a-result-8192"
+        name, argument, result = "look_up", "an-argument-4711", "a-result-8192"
         told: Message = {"role": "tool", "tool_call_id": "call00000", "name": name, "content": result}
         dialogue = Dialogue([_ASKED, _call(name, {"example": argument}), told], tools)
         try:
@@ -130,6 +143,11 @@ class TemplateBridge:
         )
 
     @property
+    def turn_end(self) -> int | None:
+        """The token that ends an answer."""
+        return find_turn_end(self._tokenizer).token
+
+    @property
     def habits(self) -> _Habits:
         """What the present template does with the dialogues of `_PROBES`; found out once."""
         source = read_template(self._tokenizer)
@@ -139,12 +157,14 @@ class TemplateBridge:
             self._habits[source] = _Habits(any(map(self._needs_whole, _PROBES)), rewrites, any(map(self._rewrites, thinking)))
         return self._habits[source]
 
-    def _keeps(self, dialogue: Dialogue, answer: int) -> bool:
+    def _keeps(self, dialogue: Dialogue, answer: int, text: str) -> bool:
+        """Whether the `text` of a dialogue begins as when an answer was sampled, and shows its
+        reasoning."""
         before = replace(dialogue, messages=dialogue.messages[:answer])
         # What the prompt of these messages and a conversation that ends with them have in common is
         # what they are shown as, without the header of an answer, or a token that ends the text.
         begins = _common(self._render(before), self._render(before, prompt=False))
-        return self._render(dialogue).startswith(begins) and self._shows_reasoning(dialogue, answer)
+        return text.startswith(begins) and self._shows_reasoning(dialogue, answer)
 
     def _render(self, dialogue: Dialogue, *, prompt: bool = True) -> str:
         messages, tools, given = dialogue.messages, dialogue.tools, dialogue.template_kwargs
@@ -228,7 +248,8 @@ class TemplateBridge:
         ends = [*answers, len(dialogue.messages)]
         try:
             shorter = {end: replace(dialogue, messages=dialogue.messages[:end]) for end in ends}
-            return not all(self._keeps(shorter[end], place) for place in answers for end in ends if end > place)
+            texts = {end: self._render(each) for end, each in shorter.items()}
+            return not all(self._keeps(shorter[end], place, texts[end]) for place in answers for end in ends if end > place)
         except Exception:  # of the template, for example because it has no tools or no system message
             return False
 
@@ -238,9 +259,12 @@ def _with_message(dialogue: Dialogue, place: int, message: Message) -> Dialogue:
 
 
 def _common(first: str, second: str) -> str:
-    """The text with which both begin."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return first[: sum(1 for _ in pairs)]
+    """The text with which both begin, by bisection: comparing slices takes no time."""
+    least, most = 0, min(len(first), len(second))
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if first[:middle] == second[:middle] else (least, middle - 1)
+    return first[:least]
 
 
 def _call(name: str, arguments: dict[str, Any]) -> Message:

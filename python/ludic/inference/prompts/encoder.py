@@ -64,8 +64,8 @@ class Answer:
     """All that was sampled, without the end token."""
     stop: str | None
     """The stop string that ended it."""
-    turn: Turn | None
-    """Where it is remembered; None for a tokenizer without a chat template."""
+    ended: bool
+    """Whether its last id ends a turn."""
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str | None, str]:
@@ -149,7 +149,8 @@ class PromptEncoder:
                 self._whole.put(prompt.dialogue, list(prompt.ids))
         for prompt in prompts:
             if prompt.appended:
-                prompt.ids += self._tokenize(prompt.appended)
+                part = Text(prompt.appended, self._bridge.turn_end)
+                prompt.ids += self._ids_of(part, {self._source(part): self._tokenize(self._source(part))})
 
     def read_answer(
         self,
@@ -159,11 +160,12 @@ class PromptEncoder:
         stops: Sequence[str] = (),
         episode: Episode | None = None,
         splits_reasoning: bool = False,
+        remembers: bool = True,
     ) -> Answer:
         """The answer to a prompt as text and as a message, with its calls of tools if the prompt
         offers tools. It is cut at the first of the texts `stops`, and remembered for the later
-        turns of its episode. `splits_reasoning`: thoughts are in `reasoning_content`, and not in
-        `content`."""
+        turns of its episode, unless the caller will do it (`remember`). `splits_reasoning`:
+        thoughts are in `reasoning_content`, and not in `content`."""
         dialogue, trace = prompt.dialogue, sampled.trace
         completion_ids = read_list(trace, "completion_token_ids")
         said = completion_ids[:-1] if sampled.ended else completion_ids
@@ -181,15 +183,25 @@ class PromptEncoder:
             message = called if "tool_calls" in called else message
         if thought:
             message["reasoning_content"] = thought
-        turn = None
-        if prompt.keys:
-            with self._lock:
-                turn = self._transcript(episode).add(prompt, completion_ids, ended=sampled.ended, answer=message, text=whole)
         reason = completion_finish_reason(str(trace.finish_reason), message)
         prompt_ids, ids, logps = (
             stored(trace, name) for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
         )
-        return Answer(text, message, TokenTrace(prompt_ids, ids, logps, reason, trace.candidates), whole, stop, turn)
+        kept = TokenTrace(prompt_ids, ids, logps, reason, trace.candidates)
+        answer = Answer(text, message, kept, whole, stop, sampled.ended)
+        if remembers:
+            self.remember(prompt, answer, episode)
+        return answer
+
+    def remember(self, prompt: Prompt, answer: Answer, episode: Episode | None = None) -> Turn | None:
+        """Remember an answer for the later turns of its episode. None for a prompt that is not of a
+        chat template."""
+        if not prompt.keys:
+            return None
+        ids = read_list(answer.trace, "completion_token_ids")
+        with self._lock:
+            transcript = self._transcript(episode)
+            return transcript.add(prompt, ids, ended=answer.ended, answer=answer.message, text=answer.whole)
 
     def tool_format(self, tools: Tools) -> ToolFormat:
         """How the template writes calls. Raises ConfigError if it does not, or writes them in none

@@ -15,6 +15,8 @@ from ludic.types import Message
 Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
 Tools = Sequence[Mapping[str, Any]]
+LONGEST_CALL = 2**20
+"""Characters of the arguments of a call."""
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 
@@ -44,7 +46,7 @@ class ToolFormat:
             return len(text), []
         try:
             calls = self.parse(text[begun.start() :], tools)
-            json.dumps(calls, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
+            json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()  # half of a surrogate pair cannot be encoded
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return len(text), []
         valid = all(isinstance(name, str) and name and isinstance(arguments, dict) for name, arguments in calls)
@@ -96,15 +98,14 @@ def _hermes(text: str, tools: Tools) -> list[Call]:
 def _xml(text: str, tools: Tools) -> list[Call]:
     """`<tool_call><function=add><parameter=a>1</parameter></function></tool_call>`: Qwen 3 Coder
     and 3.5."""
-    called = r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>"
-    written = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"
-    return _tagged(text, called, written, tools)
+    called = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+    return _tagged(text, called, re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL), tools)
 
 
 def _glm(text: str, tools: Tools) -> list[Call]:
     """`<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`: GLM 4.5."""
-    called = r"<tool_call>\s*([^\s<{]+)\s*((?:<arg_key>.*?)?)</tool_call>"
-    return _tagged(text, called, r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", tools)
+    called = re.compile(r"\s*([^\s<{]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
+    return _tagged(text, called, re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL), tools)
 
 
 def _mistral(text: str, tools: Tools) -> list[Call]:
@@ -118,15 +119,24 @@ def _mistral(text: str, tools: Tools) -> list[Call]:
 
 def _mistral_named(text: str, tools: Tools) -> list[Call]:
     """`[TOOL_CALLS]add[ARGS]{"a": 1}`: Mistral, from version 11 of its tokenizer on."""
-    return [
-        (each[1].strip(), _decode(text, each.end())[0]) for each in re.finditer(r"\[TOOL_CALLS\]([^\[{]+)(?:\[ARGS\])?", text)
-    ]
+    calls = []
+    for written in text.split("[TOOL_CALLS]")[1:]:
+        name, brace, _ = written.partition("{")
+        if not brace:
+            raise ValueError("a call has no arguments")
+        calls.append((name.removesuffix("[ARGS]").strip(), _decode(written, len(name))[0]))
+    return calls
 
 
 def _deepseek(text: str, tools: Tools) -> list[Call]:
     """A name and arguments between DeepSeek's tokens; as a block of JSON up to V3."""
-    begin = r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:<｜tool▁sep｜>|\n```json\n)"
-    return [(each[1], _decode(text, each.end())[0]) for each in re.finditer(begin, text)]
+    calls = []
+    for written in text.split("<｜tool▁call▁begin｜>")[1:]:
+        begun = re.match(r"(?:function<｜tool▁sep｜>)?([^<\n]+)(?:<｜tool▁sep｜>|\n```json\n)", written)
+        if begun is None:
+            raise ValueError("a call has no name")
+        calls.append((begun[1], _decode(written, begun.end())[0]))
+    return calls
 
 
 def _harmony(text: str, tools: Tools) -> list[Call]:
@@ -145,7 +155,9 @@ def _pythonic(text: str, tools: Tools) -> list[Call]:
     for call in tree.elts:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise ValueError("not a call with named arguments")
-        arguments = {str(each.arg): ast.literal_eval(_Literals().visit(each.value)) for each in call.keywords if each.arg}
+        if any(each.arg is None for each in call.keywords):
+            raise ValueError("arguments without a name")
+        arguments = {str(each.arg): ast.literal_eval(_Literals().visit(each.value)) for each in call.keywords}
         calls.append((call.func.id, json.loads(json.dumps(arguments, allow_nan=False))))
     return calls
 
@@ -173,11 +185,14 @@ def _gemma(text: str, tools: Tools) -> list[Call]:
     """`<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>`: Gemma 4. The text between its quotes
     is taken as it is; keys have no quotes."""
     calls = []
-    for name, written in re.findall(r"<\|tool_call>call:([^{]+)(\{.*?\})(?:<tool_call\|>|\Z)", text, re.DOTALL):
-        texts = written.split('<|"|>')
+    for written in text.split("<|tool_call>")[1:]:
+        name, _, arguments = written.partition("<tool_call|>")[0].partition("{")
+        texts = ("{" + arguments).split('<|"|>')
         texts[::2] = [re.sub(r"([\w.-]+)\s*:", r'"\1":', part) for part in texts[::2]]
         texts[1::2] = [json.dumps(part) for part in texts[1::2]]
-        calls.append((name.strip(), json.loads("".join(texts))))
+        if not name.startswith("call:"):
+            raise ValueError("a call has no name")
+        calls.append((name.removeprefix("call:").strip(), json.loads("".join(texts))))
     return calls
 
 
@@ -228,22 +243,51 @@ def _named(call: Any, key: str) -> Call:
     return call["name"], call[key]
 
 
-def _tagged(text: str, called: str, written: str, tools: Tools) -> list[Call]:
+def _tagged(text: str, called: re.Pattern[str], written: re.Pattern[str], tools: Tools) -> list[Call]:
     """Calls whose arguments are plain texts between tags; each gets the type of its schema."""
-    found = list(re.finditer(called, text, re.DOTALL))
-    if len(found) != text.count("<tool_call>"):
-        raise ValueError("a call is malformed")
-    calls = []
-    for name, body in (each.groups() for each in found):
-        schemas = [tool["function"].get("parameters") or {} for tool in tools if tool["function"]["name"] == name]
-        types = {key: value.get("type") for key, value in (schemas[0].get("properties") or {}).items()} if schemas else {}
-        pairs = re.findall(written, body, re.DOTALL)
-        calls.append((name, {key: value if types.get(key) == "string" else _value(value) for key, value in pairs}))
+    calls: list[Call] = []
+    start = 0
+    while (start := text.find("<tool_call>", start)) >= 0:
+        end = text.find("</tool_call>", start)
+        found = None if end < 0 else called.fullmatch(text, start + len("<tool_call>"), end)
+        if found is None or len(found[2]) > LONGEST_CALL:
+            raise ValueError("a call is malformed")
+        name, pairs = found[1], written.findall(found[2])
+        calls.append((name, {key: _typed(value, _schema_of(tools, name, key)) for key, value in pairs}))
+        start = end
     return calls
 
 
-def _value(text: str) -> Any:
+def _schema_of(tools: Tools, name: str, key: str) -> Any:
+    """The schema of a tool's parameter; None if it has none."""
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return properties.get(key) if isinstance(properties, Mapping) else None
+    return None
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value that a text stands for: itself where the schema admits text, else its JSON."""
+    admitted = _types(schema)
+    if "string" in admitted:
+        return None if text == "null" and "null" in admitted else text
     try:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a schema admits, as far as it says."""
+    if not isinstance(schema, Mapping):
+        return set()
+    own = schema.get("type")
+    types = {own} if isinstance(own, str) else {each for each in own if isinstance(each, str)} if isinstance(own, list) else set()
+    if isinstance(schema.get("enum"), list) and any(isinstance(each, str) for each in schema["enum"]):
+        types.add("string")
+    for name in ("anyOf", "oneOf"):
+        types = types.union(*map(_types, schema[name])) if isinstance(schema.get(name), list) else types
+    return types

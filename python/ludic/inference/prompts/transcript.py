@@ -128,12 +128,17 @@ class Transcript:
         if begun is not None and (known := self._find(keys[-1], begun)):
             turn, added = known
             ids = turn.ids()[:-1] if turn.ended else turn.ids()
-            return Prompt(shown, keys, "continues", turn, len(ids), [ids, Text(added)], begun=turn.text + added)
-        for place, (turn, added) in found.items():
-            bridge = self._bridge.after(shown, place) if self._keeps_sampled or self._bridge.keeps(shown, place) else None
-            if bridge is not None:
-                parts = self._continue(turn, added, bridge)
-                return Prompt(shown, keys, "extended" if added else "continues", turn, len(parts[0]), parts)
+            return Prompt(
+                shown, keys, "continues", turn, len(ids), [ids, Text(added, self._bridge.turn_end)], begun=turn.text + added
+            )
+        places = sorted(found)
+        last = places[-1] if places else None
+        kept = last if self._keeps_sampled else self._bridge.find_kept(shown, places)
+        bridge = None if kept is None else self._bridge.after(shown, kept)
+        if kept is not None and bridge is not None:
+            turn, added = found[kept]
+            parts = self._continue(turn, added, bridge)
+            return Prompt(shown, keys, "extended" if added else "continues", turn, len(parts[0]), parts)
         return Prompt(shown, keys, "template" if found else self._explain(keys, messages))
 
     def add(self, prompt: Prompt, completion_ids: Sequence[int], *, ended: bool, answer: Message, text: str) -> Turn:
@@ -164,21 +169,21 @@ class Transcript:
         if turn.ended and (added or ids[-1] != bridge.end):
             ids.pop()
         end = [] if bridge.end is None or (not added and ids[-1:] == [bridge.end]) else [bridge.end]
-        return ids, Text(added), end, Text(bridge.text, bridge.end)
+        return ids, Text(added, bridge.end), end, Text(bridge.text, bridge.end)
 
     def _find(self, key: bytes, message: Message) -> tuple[Turn, str] | None:
         """The latest turn with this prompt whose answer the message is, and the text that was added
         to it."""
-        turns = self._by_prompt.get(key, ())
-        meaning, thought = canonical_message(message), message.get("reasoning_content")
+        meaning, thought = canonical_message(message), str(message.get("reasoning_content") or "").strip()
+        known = self._by_prompt.get(key, ())
+        turns = [turn for turn in known if thought in ("", str(turn.answer.get("reasoning_content") or "").strip())]
         for turn in reversed(turns):
-            kept = not thought or str(thought).strip() == str(turn.answer.get("reasoning_content") or "").strip()
-            if kept and canonical_message(turn.answer) == meaning:
+            if canonical_message(turn.answer) == meaning:
                 return turn, ""
         said = _content_text(message)
         for turn in reversed(turns) if not message.get("tool_calls") else ():
-            for begun in (turn.text.rstrip(), _content_text(turn.answer).rstrip()):
-                if begun and said.startswith(begun) and not turn.answer.get("tool_calls"):
+            for begun in (turn.text, turn.text.rstrip()):
+                if begun.strip() and said.startswith(begun) and not turn.answer.get("tool_calls"):
                     return turn, said[len(begun) :]
         return None
 

@@ -182,6 +182,12 @@ class VLLMChatClient(PushTarget):
         server = self._servers.pool.servers[0]
         return open_client(f"{server.url}/v1", api_key=server.api_key, timeout_s=server.timeout_s, headers=server.request_headers)
 
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of a prompt and its answer on these servers; None if they do not say."""
+        known = [length for length in self._servers.context_lengths.values() if length is not None]
+        return min(known, default=None)
+
     def models(self) -> list[str]:
         """Names of the models that the first server offers."""
         return list(self._servers.context_lengths)

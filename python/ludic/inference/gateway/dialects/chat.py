@@ -158,12 +158,15 @@ def stream(ask: Ask, answers: Sequence[Answered], ident: str) -> Events:
     """The answer as events."""
     shared = {"id": ident, "object": "chat.completion.chunk", "created": now(), "model": ask.model}
 
-    def chunk(index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
-        return event({**shared, "choices": [{"index": index, "delta": delta, "finish_reason": finish}]})
+    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        return event({**shared, "choices": [{"index": index, "delta": delta, "finish_reason": finish, **more}]})
 
     for index, answer in enumerate(answers):
         thought = {"reasoning_content": answer.reasoning} if answer.reasoning is not None else {}
-        yield chunk(index, {"role": "assistant", "content": answer.text, **thought})
+        probs: dict[str, Any] = (
+            {"logprobs": {"content": [logprob_entry(*pair) for pair in answer.logprobs]}} if ask.logprobs else {}
+        )
+        yield chunk(index, {"role": "assistant", "content": answer.text, **thought}, **probs)
         for number, call in enumerate(answer.tool_calls):
             yield chunk(index, {"tool_calls": [{"index": number, **call}]})
         yield chunk(index, {}, answer.finish_reason)

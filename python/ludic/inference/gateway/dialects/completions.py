@@ -41,7 +41,7 @@ def read(body: bytes, *, ignore_format: bool = False) -> Ask:
         n=1 if given.n is None else given.n,
         max_tokens=given.max_tokens or 16,
         stop=[given.stop] if isinstance(given.stop, str) else given.stop or [],
-        logprobs=given.logprobs not in (None, False),
+        logprobs=given.logprobs is not None and given.logprobs is not False,
         prompt=prompt,
         sampling=given.given(),
     )
