@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx2
 import pytest
 import torch
-from playing import Counting, verbatim
+from playing import FOR_RL, Counting, verbatim
 from tiny_policy import make_tiny_policy
 from training_samples import cpu_config
 
@@ -25,6 +25,7 @@ from ludic.inference import (
 )
 from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.interaction import SingleAgentProtocol
+from ludic.interaction.agent_program import AgentUse
 from ludic.training import FrozenModel, SAWItem
 from ludic.training.batching.packing import collate_micro_batches
 from ludic.training.distillation import TeacherServer
@@ -130,6 +131,31 @@ def test_a_second_turn_starts_with_the_tokens_of_the_first(vllm_server):
     first, second = run(vllm_server, scenario)
     whole = first.prompt_token_ids + first.completion_token_ids
     assert second.prompt_token_ids[: len(whole)] == whole
+
+
+def test_an_agent_that_calls_a_url_has_exact_tokens(vllm_server):
+    async def agent(session):
+        client, messages = session.client(), list(session.messages)
+        for _ in range(3):
+            asked = await client.chat.completions.create(model="any", messages=messages, max_tokens=24)
+            messages += [asked.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+        return "done"
+
+    async def scenario(client):
+        use = AgentUse(agent)
+        try:
+            protocol = use.make_protocol(client, system_prompt=None)
+            return await asyncio.gather(
+                *(protocol.run(env=Counting(), max_steps=1, sampling_seed=seed, inference=FOR_RL) for seed in range(4))
+            )
+        finally:
+            use.close()
+
+    for [rollout] in run(vllm_server, scenario):
+        assert [step.info["parent"] for step in rollout.steps] == [None, 0, 1]
+        assert {step.info["policy_version"] for step in rollout.steps} == {0}
+        for step in rollout.steps:
+            assert step.trace.completion_logprobs == pytest.approx(scores(vllm_server.model, step.trace, 1.0).tolist(), abs=1e-4)
 
 
 def test_a_stop_string_ends_the_text_and_its_tokens_are_kept(vllm_server):

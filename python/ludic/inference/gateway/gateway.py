@@ -157,6 +157,8 @@ class Gateway:
         for answering in list(self._sessions.values()):
             await self._close(answering.session)
         await self._server.close()
+        if (close := getattr(self._client, "aclose", None)) is not None:
+            await close()  # the connections of this loop alone
 
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._loop is None:
