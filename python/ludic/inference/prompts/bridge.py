@@ -82,9 +82,11 @@ class TemplateBridge:
         A template that drops a thought drops those before it too: after the last answer, the place
         is found by bisection.
         """
+        if not answers:
+            return None
         habits, thoughts = self.habits, any(map(_has_reasoning, dialogue.messages))
-        if not answers or not (habits.rewrites or (thoughts and habits.drops_thoughts)):
-            return answers[-1] if answers else None
+        if not (habits.rewrites or (thoughts and habits.drops_thoughts)):
+            return answers[-1]
         text = self._render(dialogue)
         if self._keeps(dialogue, answers[-1], text):
             return answers[-1]
