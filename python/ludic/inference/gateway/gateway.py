@@ -182,7 +182,9 @@ class Gateway:
             if request.method != "POST" or (dialect is None and path != messages.COUNT_PATH):
                 raise CallError(f"{request.method} {path} is no endpoint of the gateway", 404)
             if path == messages.COUNT_PATH:
-                return _exchange(Reply(200, messages.count_body(await answering.count_tokens(messages.read(request.body)))))
+                ask = replace(messages.read(request.body), size=len(request.body))
+                count = await answering.count_tokens(ask)
+                return _exchange(Reply(200, messages.count_body(count)))
             return self._call(answering, dialect, request)
         except CallError as error:
             return _exchange(Reply(error.status, encode(error_body(str(error), error.status, error.code))))
@@ -192,6 +194,7 @@ class Gateway:
 
     def _call(self, answering: Answering, dialect: Any, request: Request) -> Exchange:
         ask: Ask = dialect.read(request.body, ignore_format=self._ignores)
+        ask.size = len(request.body)
         ident = request.headers.get("idempotency-key") or hashlib.blake2b(request.body, digest_size=16).hexdigest()
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0" or "idempotency-key" in request.headers
         same = answering.replies.setdefault(ident, []) if is_retry else answering.replies.get(ident, [])

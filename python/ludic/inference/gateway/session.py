@@ -30,8 +30,8 @@ IN_FLIGHT = 64
 """Calls of one session at a time."""
 REPLIES = 64
 """Replies that are kept for clients that ask again."""
-IN_LOOP = 16_384
-"""Characters up to which a prompt is encoded on the event loop."""
+IN_LOOP = 2**17
+"""Bytes of a request up to which its prompt is made on the event loop."""
 SAMPLE_S = 600.0
 """Deadline of one sample."""
 
@@ -268,8 +268,7 @@ class Answering:
     async def _prepare(self, ask: Ask) -> Prompt:
         """The prompt of a call. A long one is made in a thread, so that others are answered
         meanwhile."""
-        length = len(str(ask.prompt)) if ask.prompt is not None else sum(len(str(each)) for each in ask.messages)
-        return await asyncio.to_thread(self._make_prompt, ask) if length > IN_LOOP else self._make_prompt(ask)
+        return await asyncio.to_thread(self._make_prompt, ask) if ask.size > IN_LOOP else self._make_prompt(ask)
 
     def _make_prompt(self, ask: Ask) -> Prompt:
         if ask.prompt is not None:

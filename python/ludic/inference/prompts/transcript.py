@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,9 +33,9 @@ class Turn:
     """The turn that its prompt continues."""
     shared: int
     """Leading ids of the prompt that are the parent's prompt and answer."""
-    tail_ids: list[int]
+    tail_ids: array[int]
     """The ids of the prompt after these."""
-    completion_ids: list[int]
+    completion_ids: array[int]
     ended: bool
     """Whether the last sampled id ends a turn."""
     answer: Message
@@ -144,8 +145,8 @@ class Transcript:
     def add(self, prompt: Prompt, completion_ids: Sequence[int], *, ended: bool, answer: Message, text: str) -> Turn:
         """Remember the answer to a prompt. `ended`: its last id ends a turn. `text`: all that was
         sampled, without the end token."""
-        tail = prompt.ids[prompt.shared :]
-        turn = Turn(self._count, prompt.parent, prompt.shared, tail, list(completion_ids), ended, answer, text, prompt.keys)
+        tail, sampled = array("i", prompt.ids[prompt.shared :]), array("i", completion_ids)
+        turn = Turn(self._count, prompt.parent, prompt.shared, tail, sampled, ended, answer, text, prompt.keys)
         self._count += 1
         self.turns[turn.number] = turn
         self._by_prompt.setdefault(turn.keys[-1], []).append(turn)

@@ -48,6 +48,8 @@ class Ask:
     """An assistant message that the answer continues."""
     prompt: str | list[int] | None = None
     """Text or ids of a plain completion, instead of messages."""
+    size: int = 0
+    """Bytes of the request."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Its `temperature`, `top_p` and other settings of sampling, which a run replaces by its
     own."""
