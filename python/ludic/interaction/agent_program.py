@@ -246,11 +246,10 @@ def number_branches(calls: Sequence[Call]) -> dict[int, int]:
     """
     branches: dict[int, int] = {}
     continued = {call.parent for call in calls}
-    for call in reversed(calls):
-        if call.number not in continued:
-            number = len(set(branches.values()))
-            for each in path_of(call, calls):
-                branches.setdefault(each, number)
+    leaves = [call for call in reversed(calls) if call.number not in continued]
+    for number, leaf in enumerate(leaves):
+        for each in path_of(leaf, calls):
+            branches.setdefault(each, number)
     return branches
 
 

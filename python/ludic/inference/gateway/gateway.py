@@ -32,6 +32,7 @@ DIALECTS: Mapping[str, Any] = {each.PATH: each for each in (chat, responses, mes
 RETRY_GRACE_S = 2.0
 """How long the sample of a client that has gone is kept for its second attempt."""
 START_S = 30.0
+HOST = "127.0.0.1"
 
 
 class Gateway:
@@ -57,19 +58,16 @@ class Gateway:
         history: str = "template",
         sampling: str = "run",
         unsupported: str = "error",
-        host: str = "127.0.0.1",
         port: int = 0,
-        public_url: str | None = None,
     ) -> None:
         if not isinstance(client, SamplesTokens):
             raise ConfigError(f"{type(client).__name__} has no sample_tokens; agents need the in-process engine, vLLM or SGLang")
-        self._client, self._host, self._port, self._bound = client, host, port, port
+        self._client, self._port, self._bound = client, port, port
         self._encoder = PromptEncoder(tokenizer, keeps_sampled=history == "sampled")
         self._harness_sampling, self._ignores = sampling == "harness", unsupported == "ignore"
         self._sessions: dict[str, Answering] = {}
         self._jobs: dict[str, set[_Job]] = {}
         """Key of a session -> its calls that are being answered, or were not received yet."""
-        self._public_url = public_url
         self._server = HttpServer(self._handle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -84,7 +82,7 @@ class Gateway:
     @property
     def url(self) -> str:
         """The address that agents on this machine use, without a path."""
-        return self._public_url or f"http://{self._host}:{self._bound}"
+        return f"http://{HOST}:{self._bound}"
 
     def start(self) -> None:
         """Begin to serve. A second call does nothing."""
@@ -93,7 +91,7 @@ class Gateway:
             self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
             self._thread.start()
             try:
-                self._bound = self._run(self._server.listen(self._host, self._port)).result(START_S)
+                self._bound = self._run(self._server.listen(HOST, self._port)).result(START_S)
             except OSError as error:
                 self.stop()
                 raise ConfigError(f"the gateway cannot use port {self._port}: {error.strerror}; choose another, or 0") from error
@@ -182,9 +180,8 @@ class Gateway:
             if request.method != "POST" or (dialect is None and path != messages.COUNT_PATH):
                 raise CallError(f"{request.method} {path} is no endpoint of the gateway", 404)
             if path == messages.COUNT_PATH:
-                ask = replace(messages.read(request.body), size=len(request.body))
-                count = await answering.count_tokens(ask)
-                return _exchange(Reply(200, messages.count_body(count)))
+                count = await answering.count_tokens(self._read(messages, request))
+                return _exchange(Reply(200, encode({"input_tokens": count})))
             return self._call(answering, dialect, request)
         except CallError as error:
             return _exchange(Reply(error.status, encode(error_body(str(error), error.status, error.code))))
@@ -192,9 +189,13 @@ class Gateway:
             logger.exception("the gateway failed on a request")
             return _exchange(Reply(500, encode(error_body(f"{type(error).__name__}: {error}", 500, None))))
 
-    def _call(self, answering: Answering, dialect: Any, request: Request) -> Exchange:
+    def _read(self, dialect: Any, request: Request) -> Ask:
         ask: Ask = dialect.read(request.body, ignore_format=self._ignores)
         ask.size = len(request.body)
+        return ask
+
+    def _call(self, answering: Answering, dialect: Any, request: Request) -> Exchange:
+        ask = self._read(dialect, request)
         ident = request.headers.get("idempotency-key") or hashlib.blake2b(request.body, digest_size=16).hexdigest()
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0" or "idempotency-key" in request.headers
         same = answering.replies.setdefault(ident, []) if is_retry else answering.replies.get(ident, [])

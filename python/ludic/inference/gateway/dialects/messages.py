@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from ludic.inference.gateway.dialects.base import (
@@ -205,8 +204,3 @@ def error_body(why: str, status: int, code: str | None) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": why}}
-
-
-def count_body(count: int) -> bytes:
-    """The answer to a request that counts tokens."""
-    return msgspec.json.encode({"input_tokens": count})
