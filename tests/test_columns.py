@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic import _core
-from ludic.columns import Column, array_mean_or_zero, float_column, int_column, mask_column, mean_or_zero
+from ludic.columns import Column, append_ids, array_mean_or_zero, float_column, int_column, join_ids, mask_column, mean_or_zero
 from ludic.errors import DataError, DataTypeError
 from ludic.files.json_values import encode_lines
 from ludic.inference.request import ReturnSpec
@@ -265,3 +265,26 @@ def test_the_mean_of_numbers_or_booleans_is_a_float():
     assert mean_or_zero([True, False, False, False]) == 0.25
     assert array_mean_or_zero(np.array([True, True, False, False])) == 0.5
     assert type(mean_or_zero([1])) is type(array_mean_or_zero(np.ones(1))) is float
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), IDS), max_size=12))
+def test_turns_that_continue_each_other_are_their_ids_and_share_memory(turns):
+    """A tree of turns: each continues an earlier one, or nothing."""
+    made, wanted = [int_column([])], [[]]
+    for which, ids in turns:
+        earlier = which % len(made)
+        made.append(append_ids(made[earlier], ids))
+        wanted.append(wanted[earlier] + ids)
+    assert [each.tolist() for each in made] == wanted
+    line = [append_ids(int_column([]), [1, 2])]
+    for number in range(3):
+        line.append(append_ids(line[-1], [number]))
+    assert all(np.shares_memory(each, line[1]) for each in line[1:])
+
+
+@given(IDS, IDS, st.integers(0, 5), st.integers(0, 5))
+def test_the_parts_of_one_column_are_joined_without_a_copy(prompt, completion, at, end):
+    whole = append_ids(append_ids(int_column([]), prompt), completion)
+    for left, right in [(prompt, completion), (int_column(prompt), int_column(completion)), (whole[:at], whole[end:])]:
+        assert join_ids(left, right).tolist() == [*left, *right]
+    assert join_ids(whole[: len(prompt)], whole[len(prompt) :]) is whole

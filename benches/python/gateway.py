@@ -127,7 +127,7 @@ def main() -> None:
         agents.join()
         spent, seconds = time.process_time() - before, time.monotonic() - began
     calls = [call for session in sessions for call in session.calls]
-    tokens = sum(len(turn.tail_ids) + len(turn.completion_ids) for call in calls if (turn := call.turn))
+    tokens = sum(len(call.trace.prompt_token_ids) - call.shared + len(call.trace.completion_token_ids) for call in calls)
     last = [len(session.calls[-1].trace.prompt_token_ids) for session in sessions if session.calls]
     exact = sum(call.parent is not None for call in calls)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024

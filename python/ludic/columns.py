@@ -18,12 +18,56 @@ class Column(np.ndarray):
     `float_column`."""
 
     is_list_when_read = True
+    memory: _Memory | None = None
+    """What `append_ids` may continue."""
+
+
+class _Memory:
+    """Room for ids, of which the first `used` are set."""
+
+    def __init__(self, first: Column, end: int) -> None:
+        # Exact for a first turn, often the only one. Pages that are never written take no memory.
+        self.ids, self.used = np.empty(8 * end if len(first) else end, np.int32), len(first)
+        self.ids[: self.used] = first
 
 
 def int_column(values: Any) -> Column:
     """[N] token ids as int32; a `Column` as it is. Raises DataTypeError for anything but a sequence
     of whole numbers, DataError for an id that 32 bits cannot hold."""
     return values if type(values) is Column else _core.read_ids(values).view(Column)
+
+
+def append_ids(ids: Column, more: Sequence[int] | NDArray[np.int32]) -> Column:
+    """[N + M] ids. Turns that continue each other take memory once: what this function returned is
+    continued in place. The first turn is copied once, and so is one that a second turn continues.
+
+    >>> first = append_ids(int_column([]), [5, 6])
+    >>> second = append_ids(first, [7])
+    >>> [np.shares_memory(second, append_ids(second, [token])) for token in (8, 9)]
+    [True, False]
+    """
+    memory, end = ids.memory, len(ids) + len(more)
+    if memory is None or memory.used != len(ids) or end > len(memory.ids):
+        memory = _Memory(ids, end)
+    memory.ids[memory.used : end] = more
+    memory.used = end
+    longer = memory.ids[:end].view(Column)
+    longer.memory = memory
+    return longer
+
+
+def join_ids(prompt: Any, completion: Any) -> Column:
+    """[P + C] ids as int32; without a copy if they are the two parts of one `Column`."""
+    prompt, completion = int_column(prompt), int_column(completion)
+    whole, at = completion.base, len(prompt)
+    is_base = type(whole) is Column and whole is prompt.base and len(whole) == at + len(completion)
+    if is_base and (_address(prompt), _address(completion)) == (_address(whole), _address(whole[at:])):
+        return whole
+    return np.concatenate([prompt, completion]).view(Column)
+
+
+def _address(values: NDArray[Any]) -> int:
+    return int(values.__array_interface__["data"][0])
 
 
 def float_column(values: Any) -> Column:

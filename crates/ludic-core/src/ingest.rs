@@ -59,7 +59,9 @@ impl TableBuilder {
         builder
     }
 
-    /// Checks one sample and appends it to the columns.
+    /// Checks one sample and appends it to the columns. Of a sample that continues the one before
+    /// it ([`chained`](SampleTable::chained)) only the tokens that it adds: the turns of a dialogue
+    /// take memory for their distinct tokens, and are read as if each were stored whole.
     ///
     /// # Errors
     /// The sample is invalid, or there is not enough memory. The columns are then unchanged.
@@ -89,15 +91,22 @@ impl TableBuilder {
         push_mask(sample.action_mask, &mut self.columns.action)
             .map_err(|bad| bad.mask_error((index, bad.position), "action_mask"))?;
         self.push_attention(index, start, len, sample.attention_mask)?;
+        let mut row = Row::new(start, len as u32, check_weight(index, sample.weight)?);
+        if let Some(previous) = self.rows.last().filter(|previous| self.columns.ends_with_start_of(&row, previous)) {
+            (row.start, row.shared) = (previous.start, previous.len);
+            self.columns.remove(start..start + previous.len as usize);
+        }
         self.push_logps(index, start, sample.actor_logps)?;
-        let weight = check_weight(index, sample.weight)?;
         reserve("weight", &mut self.rows, 1)?;
-        self.rows.push(Row::new(start, len as u32, weight));
+        self.rows.push(row);
         Ok(())
     }
 
     /// Returns the table of all samples.
-    pub fn finish(self) -> SampleTable {
+    pub fn finish(mut self) -> SampleTable {
+        if self.rows.iter().any(|row| row.shared > 0) {
+            self.columns.shrink(); // memory was reserved as if each sample were stored whole
+        }
         SampleTable { columns: self.columns.seal(), rows: self.rows, token_columns: Vec::new() }
     }
 
@@ -132,7 +141,6 @@ impl TableBuilder {
         if index == 0 && logps.is_some() {
             self.columns.logps = Some(Vec::new());
         }
-        let capacity = self.columns.ids.capacity();
         let (logps, column) = match (logps, &mut self.columns.logps) {
             (Some(logps), Some(column)) => (logps, column),
             (None, None) => return Ok(()),
@@ -146,7 +154,7 @@ impl TableBuilder {
             return Err(CoreError::LogpCount { sample: index, logps: logps.len(), actions });
         }
         // Reserved once for all expected tokens, as for the ids.
-        reserve("actor_logps", column, capacity - column.len())?;
+        reserve("actor_logps", column, self.columns.ids.capacity() - column.len())?;
         each_float!(logps, values => {
             if let Some(position) = find_non_finite(values) {
                 return Err(CoreError::NonFiniteLogp { sample: index, position, value: Float::to_f64(values[position]) });

@@ -55,6 +55,33 @@ impl Columns {
         }
     }
 
+    /// Whether `row`, the last in the columns, continues the row before it, and may thus share its
+    /// tokens. Only for columns that are not sealed yet.
+    pub(crate) fn ends_with_start_of(&self, row: &Row, previous: &Row) -> bool {
+        let len = previous.len as usize;
+        previous.len < row.len
+            && self.ids[row.start..row.start + len] == self.ids[previous.span()]
+            && !self.action[row.start..row.start + len].contains(&1)
+            && ![previous, row].into_iter().any(|row| self.has_hole(row))
+    }
+
+    /// Removes the tokens of a range but their log-probabilities, which come later. Only for columns
+    /// that are not sealed yet.
+    pub(crate) fn remove(&mut self, tokens: Range<usize>) {
+        self.ids.drain(tokens.clone());
+        self.action.drain(tokens.clone());
+        if let Some(column) = &mut self.attention {
+            column.drain(tokens);
+        }
+    }
+
+    /// Returns memory that was reserved for more tokens.
+    pub(crate) fn shrink(&mut self) {
+        self.ids.shrink_to_fit();
+        self.action.shrink_to_fit();
+        self.logps.iter_mut().for_each(Vec::shrink_to_fit);
+    }
+
     /// Whether `row` continues `previous`: it begins with all ids of `previous`, is longer, and has
     /// no action among the shared ids. [5, 6, 7] with the action mask [0, 0, 1] continues [5, 6].
     /// Never true if either row has a 0 in its attention mask.
@@ -67,8 +94,8 @@ impl Columns {
     /// Whether `row` begins with all ids of `previous`, which is not longer, and has no action among
     /// them.
     pub(crate) fn begins_with(&self, row: &Row, previous: &Row) -> bool {
-        let shared = row.start..row.start + previous.len as usize;
-        self.ids[previous.span()] == self.ids[shared.clone()] && self.count_actions(shared) == 0
+        let len = previous.len as usize;
+        self.ids[previous.span()] == self.ids[row.start..row.start + len] && self.count_actions(row, 0..len) == 0
     }
 
     /// Whether a token of the sample is not attended to.
@@ -76,9 +103,10 @@ impl Columns {
         self.attention.as_ref().is_some_and(|mask| mask[row.span()].contains(&0))
     }
 
-    /// The number of action tokens in a span. O(1).
-    fn count_actions(&self, span: Range<usize>) -> usize {
-        self.count_actions_before(span.end) - self.count_actions_before(span.start)
+    /// The number of action tokens of a sample at `positions` of it. O(1).
+    fn count_actions(&self, row: &Row, positions: Range<usize>) -> usize {
+        let (begin, end) = (positions.start.max(row.shared as usize), positions.end.max(row.shared as usize));
+        self.count_actions_before(row.start + end) - self.count_actions_before(row.start + begin)
     }
 
     fn count_actions_before(&self, position: usize) -> usize {
@@ -95,11 +123,19 @@ pub(crate) fn count_ones(mask: &[u8]) -> usize {
 }
 
 /// The position of one sample in the columns, and its length after truncation.
+///
+/// A sample that continues the one before it stores only what it adds. The ids [5, 6, 7] with the
+/// action mask [0, 1, 0], then [5, 6, 7, 8] with [0, 0, 0, 1], are the columns [5, 6, 7, 8] and
+/// [0, 1, 0, 1]; both rows start at 0, and the second has 3 shared tokens, which are no actions of it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Row {
     pub(crate) start: usize,
     pub(crate) len: u32,
     pub(crate) original_len: u32,
+    /// The number of its first tokens that are stored for the samples before it. They are attended
+    /// to, and none is an action of this sample, whatever the columns say. Truncation may leave
+    /// fewer.
+    pub(crate) shared: u32,
     pub(crate) weight: f32,
     /// The index of the first sample of its chain; [`NO_CHAIN`](Self::NO_CHAIN) if it is in none.
     pub(crate) chain: u32,
@@ -113,7 +149,7 @@ impl Row {
 
     /// A sample of `len` tokens from `start` on, not truncated and in no chain.
     pub(crate) fn new(start: usize, len: u32, weight: f32) -> Self {
-        Self { start, len, original_len: len, weight, chain: Self::NO_CHAIN, link: Self::NO_CHAIN }
+        Self { start, len, original_len: len, shared: 0, weight, chain: Self::NO_CHAIN, link: Self::NO_CHAIN }
     }
 
     /// Whether it is in a chain.
@@ -124,6 +160,14 @@ impl Row {
     /// The range of its tokens in the columns. A `start` of 3 and a `len` of 2 give 3..5.
     pub(crate) fn span(&self) -> Range<usize> {
         self.start..self.start + self.len as usize
+    }
+
+    /// Where the tokens from `begin` on have their actions: the number of tokens before the stored
+    /// ones, which have no action, and the range of the stored ones in the columns. In a row from 10
+    /// on with 5 tokens, of which 3 are shared, the tokens from 1 on give 2 and 13..15.
+    pub(crate) fn stored(&self, begin: usize) -> (usize, Range<usize>) {
+        let first = (self.shared.min(self.len) as usize).max(begin);
+        (first - begin, self.start + first..self.span().end)
     }
 }
 
@@ -194,17 +238,13 @@ impl SampleTable {
 
     /// The number of action tokens of each sample, after truncation. O(1) per sample.
     pub fn action_counts(&self) -> Vec<i32> {
-        self.rows.iter().map(|row| self.count_actions(row.span())).collect()
+        self.rows.iter().map(|row| self.count_actions(row, 0)).collect()
     }
 
     /// The number of action tokens of each sample at positions >= 1, which are those that a causal
     /// model predicts. The action mask [1, 0, 1] has 2 actions and 1 target.
     pub fn target_counts(&self) -> Vec<i32> {
-        let count_targets = |row: &Row| {
-            let span = row.span();
-            self.count_actions((span.start + 1).min(span.end)..span.end)
-        };
-        self.rows.iter().map(count_targets).collect()
+        self.rows.iter().map(|row| self.count_actions(row, 1)).collect()
     }
 
     /// The weight (credit) of each sample.
@@ -271,8 +311,10 @@ impl SampleTable {
         row.copied().ok_or(CoreError::IndexOutOfRange { index, samples: self.rows.len() })
     }
 
-    fn count_actions(&self, span: Range<usize>) -> i32 {
+    /// The number of action tokens of a sample from `begin` on.
+    fn count_actions(&self, row: &Row, begin: usize) -> i32 {
+        let len = row.len as usize;
         // At most the length of a sample, which fits.
-        self.columns.count_actions(span) as i32
+        self.columns.count_actions(row, begin.min(len)..len) as i32
     }
 }

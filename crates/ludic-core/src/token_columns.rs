@@ -2,11 +2,12 @@
 //! counts for, or what a loss of the caller reads. Views share them, every layout has them, and they
 //! are part of a table's bytes.
 
+use std::iter;
 use std::sync::Arc;
 
 use crate::ingest::{append_at_actions, check_column, reserve};
 use crate::numbers::{Float, Floats, each_float, find_non_finite};
-use crate::table::count_ones;
+use crate::table::{Row, count_ones};
 use crate::{CoreError, SampleTable};
 
 /// The largest number of columns, and the longest name in bytes: the header of a table stays short.
@@ -75,17 +76,18 @@ impl SampleTable {
         each_float!(values, numbers => {
             let mut rest = numbers;
             for (sample, row) in self.rows.iter().enumerate() {
-                let mask = &self.columns.action[row.span()];
+                let (_, stored) = row.stored(0);
+                let mask = &self.columns.action[stored.clone()];
                 let (own, after) = rest.split_at(count_ones(mask));
                 if let Some(position) = find_non_finite(own) {
                     let value = Float::to_f64(own[position]);
                     return Err(CoreError::NonFiniteToken { name: name.to_owned(), sample, position, value });
                 }
-                if row.start < column.len() {
+                if stored.start < column.len() && !stored.is_empty() {
                     let rule = "its samples must be in the order of the table, each once; add it before select";
                     return Err(CoreError::TokenColumn { name: name.to_owned(), rule });
                 }
-                column.resize(row.start, 0.0);
+                column.resize(stored.start.max(column.len()), 0.0);
                 append_at_actions(own, mask, &mut column);
                 rest = after;
             }
@@ -98,7 +100,11 @@ impl SampleTable {
     /// an action. `None` if there is no column of this name.
     pub fn token_column(&self, name: &str) -> Option<Vec<f32>> {
         let column = self.token_columns.iter().find(|column| column.name == name)?;
-        Some(self.rows.iter().flat_map(|row| &column.values[row.span()]).copied().collect())
+        let read = |row: &Row| {
+            let (before, stored) = row.stored(0);
+            iter::repeat_n(0.0, before).chain(column.values[stored].iter().copied())
+        };
+        Some(self.rows.iter().flat_map(read).collect())
     }
 
     /// The same table with a column of one value per token, as its bytes have it: of a table whose

@@ -42,7 +42,7 @@ fn apply(table: &SampleTable, change: &Change) -> SampleTable {
 /// Tables and views as training makes them: of dialogues, of samples with holes, of either with or
 /// without log-probabilities.
 fn tables() -> impl Strategy<Value = SampleTable> {
-    let samples = prop_oneof![samples::samples(), samples::samples_with_holes(), samples::dialogues()];
+    let samples = prop_oneof![samples::samples(), samples::any_samples()];
     (samples, changes())
         .prop_map(|(samples, changes)| changes.iter().fold(table(&samples).unwrap(), |table, one| apply(&table, one)))
 }

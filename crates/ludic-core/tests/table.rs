@@ -77,7 +77,7 @@ fn make_invalid(mut sample: Owned, how: u8) -> Owned {
 proptest! {
     #[test]
     fn a_refused_sample_leaves_the_builder_unchanged(
-        samples in samples::samples_with_holes(), errors in prop::collection::vec((any::<prop::sample::Index>(), 0..9u8), 1..6),
+        samples in samples::any_samples(), errors in prop::collection::vec((any::<prop::sample::Index>(), 0..9u8), 1..6),
     ) {
         prop_assume!(!samples.is_empty());
         let mut builder = TableBuilder::default();
@@ -95,7 +95,7 @@ proptest! {
     }
 
     #[test]
-    fn counts_are_those_of_the_samples(samples in samples::samples_with_holes(), limit in 1usize..160) {
+    fn counts_are_those_of_the_samples(samples in samples::any_samples(), limit in 1usize..160) {
         let cut: Vec<Owned> = samples.iter().map(|sample| sample.cut(limit)).collect();
         let table = table(&samples).unwrap().truncate(limit as i64).unwrap();
         let targets = |sample: &Owned| sample.action.iter().skip(1).filter(|&&bit| bit == 1).count() as i32;
@@ -107,7 +107,7 @@ proptest! {
     }
 
     #[test]
-    fn columns_and_samples_make_the_same_table(samples in samples::samples()) {
+    fn columns_and_samples_make_the_same_table(samples in samples::any_samples()) {
         let (pushed, columns) = (table(&samples).unwrap(), columns(&samples));
         prop_assert_eq!(read_back(&pushed), read_back(&columns));
         prop_assert_eq!(pushed.action_counts(), columns.action_counts());

@@ -178,7 +178,7 @@ def test_an_edited_answer_after_a_known_one_is_context_as_the_template_writes_it
     changed = [*messages[:-2], {**messages[-2], "content": "I did it"}, messages[-1]]
     prompt = session.prompt(changed)
     assert session.tokenizer.decode(prompt.ids) == session.text(changed)
-    assert prompt.ids[: prompt.shared] == prompt.parent.ids()
+    assert prompt.ids[: prompt.shared] == prompt.parent.ids.tolist()
 
 
 def test_text_that_was_added_to_an_answer_follows_the_sampled_tokens():
@@ -434,8 +434,8 @@ def test_any_session_keeps_what_was_sampled(operations, kind):
         turns = session.encoder._outside.turns
         if prompt.parent is not None:
             assert turns[prompt.parent.number] is prompt.parent
-            assert prompt.ids[: prompt.shared] == prompt.parent.ids()[: prompt.shared]
-            assert prompt.shared >= len(prompt.parent.ids()) - 1
+            assert prompt.ids[: prompt.shared] == prompt.parent.ids.tolist()[: prompt.shared]
+            assert prompt.shared >= len(prompt.parent.ids.tolist()) - 1
         assert letters(session.tokenizer.decode(prompt.ids)) == letters(session.text(messages))
         assert session.prompt(messages).ids == prompt.ids
         if prompt.shared:

@@ -20,12 +20,13 @@ from ludic.training.queue.entries import (
     EntryError,
     EntryLimits,
     Group,
+    as_played,
     decode_group,
     encode_group,
     seal,
 )
 from ludic.training.rollouts.episodes import EpisodeFailure, PlayedRollouts, RolloutCounts, SampleCheck
-from ludic.types import Rollout, Step, TokenTrace
+from ludic.types import Rollout, Step, TokenTrace, stored
 
 TEXT = st.text(max_size=4)
 LEAF = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
@@ -52,11 +53,22 @@ def steps(draw, index):
 
 
 @st.composite
+def episodes(draw):
+    """The steps of an episode, some of which continue the one before."""
+    played = []
+    for index in range(draw(st.integers(0, 3))):
+        step = draw(steps(index))
+        if played and draw(st.booleans()):
+            before, trace = played[-1].trace, step.trace
+            ids = [*before.prompt_token_ids, *before.completion_token_ids, *trace.prompt_token_ids]
+            step = replace(step, trace=replace(trace, prompt_token_ids=ids))
+        played.append(step)
+    return played
+
+
+@st.composite
 def groups(draw):
-    rollouts = [
-        Rollout(f"{i}-{draw(TEXT)}", [draw(steps(j)) for j in range(draw(st.integers(0, 2)))], draw(META))
-        for i in range(draw(st.integers(0, 3)))
-    ]
+    rollouts = [Rollout(f"{i}-{draw(TEXT)}", draw(episodes()), draw(META)) for i in range(draw(st.integers(0, 3)))]
     played = draw(st.sampled_from([(), ("2+2=", ""), (draw(TEXT), draw(TEXT))]))
     failures = [EpisodeFailure(1, draw(TEXT), draw(st.none() | st.integers(0, 9)), draw(TEXT), 2, draw(META), *played)]
     counts = RolloutCounts(*draw(st.lists(st.integers(0, 9), min_size=5, max_size=5)))
@@ -308,3 +320,28 @@ def test_deep_nesting_is_refused_and_does_not_crash():
 def test_an_entry_that_is_too_large_is_not_sent():
     with pytest.raises(EntryError, match="play smaller groups"):
         seal(GROUP, _DECODER.decode(encode_group(example())[entries._HEADER.size :]), EntryLimits(max_bytes=64))
+
+
+def long_episode(num_steps=50):
+    ids = np.arange(10 * num_steps, dtype=np.int32)
+    traces = [TokenTrace.from_arrays(ids[: 10 * at + 5], ids[10 * at + 5 : 10 * at + 10]) for at in range(num_steps)]
+    return [Step(at, "", "", None, 0.0, False, at == num_steps - 1, {}, trace) for at, trace in enumerate(traces)]
+
+
+def test_an_episode_is_sent_and_kept_in_the_bytes_of_its_distinct_tokens():
+    steps = long_episode()
+    entry = encode_group(Group("run", 0, 0, played=as_played([Rollout("r", steps)])))
+    [read] = decode_group(entry).played
+    columns = [stored(step.trace, "prompt_token_ids") for step in read.steps]
+    assert len({id(column.base.memory) for column in columns[1:]}) <= 4
+    assert read.steps == steps
+    assert len(entry) < 2 * 4 * 500 + 50 * 40  # 49,750 bytes if each prompt were sent whole
+
+
+@pytest.mark.parametrize(("step", "shared"), [(0, 1), (1, 9), (1, 11), (1, -1)])
+def test_a_prompt_shares_all_tokens_of_the_step_before(step, shared):
+    entry = encode_group(Group("run", 0, 0, played=as_played([Rollout("r", long_episode(2))])))
+    content = _DECODER.decode(memoryview(entry)[entries._HEADER.size :])
+    content.rollouts[0].steps[step].trace.shared = shared
+    with pytest.raises(EntryError, match=f"shares {shared} tokens with the step before, which has"):
+        decode_group(seal(GROUP, content, EntryLimits()))

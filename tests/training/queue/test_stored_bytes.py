@@ -3,6 +3,7 @@ queues outlive the ludic that wrote them."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ludic.training.queue.entries import EntryError, Group, decode_group, decode_samples, encode_group
@@ -48,11 +49,15 @@ def test_a_group_of_a_queue():
     played = PlayedRollouts(ROLLOUTS, RolloutCounts(2, 1, 0, 0, 0), [ANSWERED], num_requested=3)
     newer = Group("run", 7, 3, 1, "actor0", 1.5, 2.5, played)
     # behind the checksum, two things differ: the failure has 8 fields and not 6, with its two
-    # texts, and a trace 5 and not 4, the last without candidates
-    traces = GROUP[22:-18].replace(b"\x94\xc4", b"\x95\xc4")
-    for end, number in ((b"\xa4stop", b"\x09"), (b"\xc0", b"\x0a\x9a"), (b"\xc0\xc0", b"\x0b")):  # and the step's number after it
+    # texts, and a trace 6 and not 4, without candidates, and with the number of shared ids
+    traces = GROUP[22:-18].replace(b"\x94\xc4", b"\x96\xc4")
+    ends = ((b"\xa4stop", b"\x09", b"\x00"), (b"\xc0", b"\x0a\x9a", b"\x00"), (b"\xc0\xc0", b"\x0b", b"\x03"))
+    for end, number, shared in ends:  # and the step's number after it
         assert traces.count(end + number) == 1
-        traces = traces.replace(end + number, end + b"\xc0" + number)
+        traces = traces.replace(end + number, end + b"\xc0" + shared + number)
+    whole = np.array([5, 6, 8, 150000], "<i4").tobytes()  # of which the step before has the first 3
+    assert traces.count(b"\xc4\x10" + whole) == 1
+    traces = traces.replace(b"\xc4\x10" + whole, b"\xc4\x04" + whole[12:])
     assert encode_group(newer)[22:] == traces + b"\x98" + GROUP[-17:] + b"\xa42+2=\xa16"
     assert decode_group(encode_group(newer)).played.failures == [ANSWERED]
 

@@ -118,7 +118,7 @@ impl TableBytes<'_> {
         rows.iter().for_each(|row| out.put(columns.ids[row.span()].iter().map(|id| id.to_le_bytes())));
         out.put(rows.iter().map(|row| row.weight.to_le_bytes()));
         if let Some(logps) = &columns.logps {
-            rows.iter().for_each(|row| out.put(logps[row.span()].iter().map(|logp| logp.to_le_bytes())));
+            rows.iter().for_each(|row| out.put_actions(row, logps, f32::to_le_bytes));
         }
         if self.header.original_lengths.is_some() {
             out.put(rows.iter().map(|row| row.original_len.to_le_bytes()));
@@ -130,9 +130,9 @@ impl TableBytes<'_> {
             out.put(rows.iter().map(|row| link(row).to_le_bytes()));
         }
         for column in &self.table.token_columns {
-            rows.iter().for_each(|row| out.put(column.values[row.span()].iter().map(|value| value.to_le_bytes())));
+            rows.iter().for_each(|row| out.put_actions(row, &column.values, f32::to_le_bytes));
         }
-        rows.iter().for_each(|row| out.put_bytes(&columns.action[row.span()]));
+        rows.iter().for_each(|row| out.put_actions(row, &columns.action, |bit| [bit]));
         if let (Some(mask), Some(_)) = (&columns.attention, &self.header.attention_mask) {
             rows.iter().for_each(|row| out.put_bytes(&mask[row.span()]));
         }
@@ -151,6 +151,18 @@ impl Writer<'_> {
         let (head, rest) = std::mem::take(&mut self.rest).split_at_mut(bytes.len());
         head.copy_from_slice(bytes);
         self.rest = rest;
+    }
+
+    /// Writes what a column has for each token of a sample; 0 where the token is shared.
+    fn put_actions<T: Copy + Default, const W: usize>(
+        &mut self,
+        row: &Row,
+        column: &[T],
+        to_bytes: impl Fn(T) -> [u8; W],
+    ) {
+        let (before, stored) = row.stored(0);
+        self.put(iter::repeat_n(to_bytes(T::default()), before));
+        self.put(column[stored].iter().map(|&value| to_bytes(value)));
     }
 
     /// Writes numbers of W bytes.

@@ -64,6 +64,21 @@ impl Piece {
         self.row.start + self.begin..self.row.span().end
     }
 
+    /// Writes what a column has for its tokens, 0 for a token that is no action, then `T::default()`
+    /// up to the end of `out`.
+    #[inline(always)]
+    fn copy_actions<S: Copy, T: Copy + Default, O: Slot<T>>(
+        &self,
+        out: &mut [O],
+        column: &[S],
+        convert: impl Fn(S) -> T,
+    ) {
+        let (before, stored) = self.row.stored(self.begin);
+        let (zeros, rest) = out.split_at_mut(before);
+        zeros.iter_mut().for_each(|slot| slot.put(T::default()));
+        copy_row(rest, &column[stored], convert, T::default());
+    }
+
     /// Whether `row` may share the line of this piece.
     fn is_continued_by(&self, row: &Row) -> bool {
         row.is_chained() && row.chain == self.row.chain && row.link > self.row.link && row.len >= self.row.len
@@ -178,7 +193,7 @@ impl Batch<'_> {
                 for piece in &self.pieces {
                     let (cells, span) = (self.cells(piece, self.longest), piece.span());
                     copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], widen, pad);
-                    copy_row(&mut out.action_mask[cells.clone()], &self.columns.action[span.clone()], f32::from, 0.0);
+                    piece.copy_actions(&mut out.action_mask[cells.clone()], &self.columns.action, f32::from);
                     let attention = &mut out.attention_mask[cells];
                     match &self.columns.attention {
                         Some(mask) => copy_row(attention, &mask[span], i64::from, 0),
@@ -216,8 +231,8 @@ impl Batch<'_> {
                 for piece in &self.pieces {
                     let (begin, span) = (end, piece.span());
                     end += span.len();
-                    copy_row(&mut out.input_ids[begin..end], &self.columns.ids[span.clone()], widen, 0);
-                    copy_row(&mut out.action_mask[begin..end], &self.columns.action[span], f32::from, 0.0);
+                    copy_row(&mut out.input_ids[begin..end], &self.columns.ids[span], widen, 0);
+                    piece.copy_actions(&mut out.action_mask[begin..end], &self.columns.action, f32::from);
                     write_positions(&mut out.position_ids[begin..end], piece.begin as i64);
                     out.cu_seqlens[piece.line + 1].put(end as i32);
                 }
@@ -246,8 +261,8 @@ impl Batch<'_> {
             || {
                 for piece in &self.pieces {
                     let (cells, span) = (self.cells(piece, self.longest), piece.span());
-                    copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], |id| id, pad);
-                    copy_row(&mut out.action_mask[cells], &self.columns.action[span], |bit| bit, 0);
+                    copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span], |id| id, pad);
+                    piece.copy_actions(&mut out.action_mask[cells], &self.columns.action, |bit| bit);
                     out.lengths[piece.line].put(piece.row.len as i32);
                 }
             },
@@ -286,11 +301,11 @@ impl Batch<'_> {
             || {
                 let mut end = 0;
                 for (piece, sum) in self.pieces.iter().zip(out.old_logp_action) {
-                    let values = &logps[piece.span()];
-                    let cells = if width == 0 { end..end + values.len() } else { self.cells(piece, width) };
+                    let cells = if width == 0 { end..end + piece.span().len() } else { self.cells(piece, width) };
                     end = cells.end;
-                    copy_row(&mut out.actor_logps[cells], values, |value| value, 0.0);
-                    sum.put(sum_in_lanes(values));
+                    piece.copy_actions(&mut out.actor_logps[cells], logps, |value| value);
+                    let (before, stored) = piece.row.stored(piece.begin);
+                    sum.put(sum_in_lanes(before, &logps[stored]));
                 }
             },
         );
@@ -313,10 +328,9 @@ impl Batch<'_> {
         check_output("a token column", out, size)?;
         let mut end = 0;
         for piece in &self.pieces {
-            let values = &column[piece.span()];
-            let cells = if width == 0 { end..end + values.len() } else { self.cells(piece, width) };
+            let cells = if width == 0 { end..end + piece.span().len() } else { self.cells(piece, width) };
             end = cells.end;
-            copy_row(&mut out[cells], values, |value| value, 0.0);
+            piece.copy_actions(&mut out[cells], column, |value| value);
         }
         Ok(())
     }
@@ -352,13 +366,20 @@ fn copy_row<S: Copy, T: Copy, O: Slot<T>>(out: &mut [O], values: &[S], convert: 
     padding.iter_mut().for_each(|slot| slot.put(pad));
 }
 
-/// The sum in a fixed order: 16 lanes, then the lanes and the tail. The result is the same on every
-/// machine, and more accurate than adding the values one after the other.
+/// The sum of `zeros` zeros and the values in a fixed order: 16 lanes, then the lanes and the tail.
+/// The result is the same on every machine, and more accurate than adding the values one after the
+/// other. With 18 zeros, the first 14 values belong to the lanes 2 to 15.
 #[inline(always)]
-fn sum_in_lanes(values: &[f32]) -> f32 {
+fn sum_in_lanes(zeros: usize, values: &[f32]) -> f32 {
     const LANES: usize = 16;
-    let (groups, tail) = values.as_chunks::<LANES>();
     let mut lanes = [0.0f32; LANES];
+    let first = zeros % LANES;
+    let (head, rest) = match first {
+        0 => (&[][..], values),
+        _ => values.split_at_checked(LANES - first).unwrap_or((&[], values)),
+    };
+    lanes[first..].iter_mut().zip(head).for_each(|(lane, value)| *lane += value);
+    let (groups, tail) = rest.as_chunks::<LANES>();
     for group in groups {
         lanes.iter_mut().zip(group).for_each(|(lane, value)| *lane += value);
     }

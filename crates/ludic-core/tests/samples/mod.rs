@@ -96,6 +96,11 @@ pub fn batch() -> impl Strategy<Value = (Vec<Owned>, usize, Vec<i64>)> {
     })
 }
 
+/// Samples with holes, or of dialogues.
+pub fn any_samples() -> impl Strategy<Value = Vec<Owned>> {
+    prop_oneof![samples_with_holes(), dialogues()]
+}
+
 /// One turn of a dialogue: the tokens of the environment, the tokens of the policy, whether the
 /// history is rewritten before it, and whether all tokens of the history count as its actions.
 type Turn = (Vec<i64>, Vec<i64>, bool, bool);
@@ -127,7 +132,7 @@ fn samples_of(turns: &[Turn], with_logps: bool) -> Vec<Owned> {
         samples.push(Owned {
             ids: history.clone(),
             attention: vec![1; history.len()],
-            logps: with_logps.then(|| (0..actions).map(|at| -0.5 - at as f32).collect()),
+            logps: with_logps.then(|| (0..actions).map(|at| -0.1 * (at + 1) as f32).collect()),
             weight: samples.len() as f64,
             action,
         });

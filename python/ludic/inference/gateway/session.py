@@ -22,7 +22,7 @@ from ludic.inference.client import Episode, Sampled, SamplesTokens, as_episode
 from ludic.inference.gateway.dialects.base import Answered, Ask, CallError
 from ludic.inference.prompts.encoder import Answer, PromptEncoder
 from ludic.inference.prompts.template import Dialogue
-from ludic.inference.prompts.transcript import Prompt, Turn
+from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, ToolRequest, derive_seed
 from ludic.types import Message, TokenTrace, read_list
 
@@ -53,8 +53,6 @@ class Call:
 
     number: int
     """By the time of its answer, from 0."""
-    turn: Turn | None
-    """Its ids, and the call that it continues; None for a plain completion."""
     parent: int | None
     """The number of the call that it continues."""
     shared: int
@@ -224,9 +222,10 @@ class Answering:
             return
         self.session.calls.append(call)
         call.number = len(self.session.calls) - 1
-        call.turn = self._encoder.remember(prompt, answer, self._episode)
-        if call.turn is not None:
-            self._numbers[call.turn.number] = call.number
+        turn = self._encoder.remember(prompt, answer, self._episode)
+        if turn is not None:  # else a plain completion
+            call.trace = turn.hold(call.trace)
+            self._numbers[turn.number] = call.number
 
     async def count_tokens(self, ask: Ask) -> int:
         """The tokens of the prompt of a call."""
@@ -321,7 +320,6 @@ class Answering:
         call = Call(
             number=-1,
             shared=prompt.shared,
-            turn=None,
             parent=None if parent is None else self._numbers.get(parent.number),
             reason=prompt.reason,
             trace=answer.trace,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from ludic.errors import ConfigError
@@ -189,9 +189,8 @@ class PromptEncoder:
         )
         kept = TokenTrace(prompt_ids, ids, logps, reason, trace.candidates)
         answer = Answer(text, message, kept, whole, stop, sampled.ended)
-        if remembers:
-            self.remember(prompt, answer, episode)
-        return answer
+        turn = self.remember(prompt, answer, episode) if remembers else None
+        return answer if turn is None else replace(answer, trace=turn.hold(kept))
 
     def remember(self, prompt: Prompt, answer: Answer, episode: Episode | None = None) -> Turn | None:
         """Remember an answer for the later turns of its episode. None for a prompt that is not of a

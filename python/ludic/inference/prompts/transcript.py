@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +17,10 @@ from typing import Any
 
 import msgspec
 
+from ludic.columns import Column, append_ids, int_column
 from ludic.inference.prompts.bridge import Bridge, TemplateBridge
 from ludic.inference.prompts.template import Dialogue
-from ludic.types import Message
+from ludic.types import Message, TokenTrace, stored
 
 
 @dataclass(eq=False)
@@ -29,13 +29,9 @@ class Turn:
 
     number: int
     """In the order of arrival, from 0."""
-    parent: Turn | None
-    """The turn that its prompt continues."""
-    shared: int
-    """Leading ids of the prompt that are the parent's prompt and answer."""
-    tail_ids: array[int]
-    """The ids of the prompt after these."""
-    completion_ids: array[int]
+    ids: Column
+    """[P + C] int32: its prompt and its answer, in the memory of the turn that it continues."""
+    num_prompt: int
     ended: bool
     """Whether the last sampled id ends a turn."""
     answer: Message
@@ -45,17 +41,11 @@ class Turn:
     keys: Sequence[bytes]
     """[M + 1] of its messages (`message_keys`)."""
 
-    def ids(self) -> list[int]:
-        """[P + C] its prompt and its answer."""
-        path: list[Turn] = [self]
-        while (parent := path[-1].parent) is not None:
-            path.append(parent)
-        ids: list[int] = []
-        for turn in reversed(path):
-            del ids[turn.shared :]
-            ids += turn.tail_ids
-            ids += turn.completion_ids
-        return ids
+    def hold(self, trace: TokenTrace) -> TokenTrace:
+        """The trace of this turn in its memory."""
+        prompt, completion = self.ids[: self.num_prompt], self.ids[self.num_prompt :]
+        logps = stored(trace, "completion_logprobs")
+        return TokenTrace(prompt, completion, logps, trace.finish_reason, trace.candidates)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -128,7 +118,7 @@ class Transcript:
         shown = replace(dialogue, messages=messages)
         if begun is not None and (known := self._find(keys[-1], begun)):
             turn, added = known
-            ids = turn.ids()[:-1] if turn.ended else turn.ids()
+            ids = turn.ids[:-1].tolist() if turn.ended else turn.ids.tolist()
             return Prompt(
                 shown, keys, "continues", turn, len(ids), [ids, Text(added, self._bridge.turn_end)], begun=turn.text + added
             )
@@ -145,8 +135,10 @@ class Transcript:
     def add(self, prompt: Prompt, completion_ids: Sequence[int], *, ended: bool, answer: Message, text: str) -> Turn:
         """Remember the answer to a prompt. `ended`: its last id ends a turn. `text`: all that was
         sampled, without the end token."""
-        tail, sampled = array("i", prompt.ids[prompt.shared :]), array("i", completion_ids)
-        turn = Turn(self._count, prompt.parent, prompt.shared, tail, sampled, ended, answer, text, prompt.keys)
+        shared = int_column([]) if prompt.parent is None else prompt.parent.ids
+        shared = shared if prompt.shared == len(shared) else int_column(shared[: prompt.shared])
+        ids = append_ids(shared, [*prompt.ids[prompt.shared :], *completion_ids])
+        turn = Turn(self._count, ids, len(prompt.ids), ended, answer, text, prompt.keys)
         self._count += 1
         self.turns[turn.number] = turn
         self._by_prompt.setdefault(turn.keys[-1], []).append(turn)
@@ -166,7 +158,7 @@ class Transcript:
         with text added, it keeps `[7]`, and the template's end token follows. Without an end token,
         because it was cut off, it keeps `[7]` as well.
         """
-        ids = turn.ids()
+        ids: list[int] = turn.ids.tolist()
         if turn.ended and (added or ids[-1] != bridge.end):
             ids.pop()
         end = [] if bridge.end is None or (not added and ids[-1:] == [bridge.end]) else [bridge.end]

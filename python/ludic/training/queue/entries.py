@@ -31,6 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ludic.columns import Column, append_ids, int_column, join_ids
 from ludic.errors import DataError, DataTypeError, check_value
 from ludic.files.json_values import to_builtin
 from ludic.training.batching.candidates import pack_candidates, unpack_candidates
@@ -125,6 +126,9 @@ class _Trace(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     logps: bytes | None
     finish_reason: str | None
     candidates: list[bytes] | None = None
+    shared: int = 0
+    """If not 0, the number of all ids of the step before: the prompt begins with them, and `prompt`
+    has those after."""
 
 
 class _Step(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -180,7 +184,7 @@ def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
     played = group.played
     _check_group(group, limits)
     try:
-        rollouts = [_Rollout(each.id, each.meta, [_encode_step(step) for step in each.steps]) for each in played]
+        rollouts = [_Rollout(each.id, each.meta, list(map(_encode_step, each.steps, [None, *each.steps]))) for each in played]
     except (TypeError, ValueError, OverflowError) as error:
         raise EntryError(f"a group holds tokens that cannot be sent: {error}") from error
     failures = [_Failure(**vars(each)) for each in played.failures]
@@ -196,7 +200,7 @@ def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: Sa
         raise EntryError(f"the entry has {len(content.counts)} counts of episodes")
     _check_counts(len(content.rollouts), [len(rollout.steps) for rollout in content.rollouts], limits)
     try:
-        rollouts = [Rollout(each.id, [_decode_step(step) for step in each.steps], each.meta) for each in content.rollouts]
+        rollouts = [Rollout(each.id, _decode_steps(each.steps), each.meta) for each in content.rollouts]
     except EntryError:
         raise
     except (DataError, TypeError, ValueError) as error:
@@ -209,28 +213,51 @@ def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: Sa
     return group
 
 
-def _encode_step(step: Step) -> _Step:
+def _encode_step(step: Step, before: Step | None) -> _Step:
+    """A step as it is sent. Of a prompt that begins with all ids of the step before, only the rest
+    is: an episode takes the bytes of its distinct tokens."""
     trace = step.trace
     columns = None
     if trace is not None:
         prompt, completion, logps = trace_columns(trace)
+        known = _ids_of(before)
+        shared = len(known) if np.array_equal(int_column(prompt)[: len(known)], known) else 0
         columns = _Trace(
-            ids_to_bytes(prompt),
+            ids_to_bytes(prompt[shared:]),
             ids_to_bytes(completion),
             None if logps is None else floats_to_bytes(logps),
             trace.finish_reason,
             pack_candidates(trace.candidates),
+            shared,
         )
     ends = (step.truncated, step.terminated)
     return _Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, columns, step.ts_ns)
 
 
-def _decode_step(step: _Step) -> Step:
+def _ids_of(step: Step | None) -> Column:
+    """The prompt and the answer of a step; none without a trace."""
+    return int_column([]) if step is None or step.trace is None else join_ids(*trace_columns(step.trace)[:2])
+
+
+def _decode_steps(sent: Sequence[_Step]) -> list[Step]:
+    steps: list[Step] = []
+    for step in sent:
+        steps.append(_decode_step(step, steps[-1] if steps else None))
+    return steps
+
+
+def _decode_step(step: _Step, before: Step | None) -> Step:
     trace = None
     if step.trace is not None:
-        completion = ids_from_bytes(step.trace.completion)
+        prompt, completion = ids_from_bytes(step.trace.prompt), ids_from_bytes(step.trace.completion)
+        if shared := step.trace.shared:
+            known = _ids_of(before)
+            if shared != len(known):
+                raise EntryError(f"a prompt shares {shared} tokens with the step before, which has {len(known)}")
+            whole = append_ids(append_ids(known, prompt), completion)
+            prompt, completion = whole[: shared + len(prompt)], whole[shared + len(prompt) :]
         logps = None if step.trace.logps is None else floats_from_bytes(step.trace.logps, len(completion))
-        trace = TokenTrace.from_arrays(ids_from_bytes(step.trace.prompt), completion, logps, step.trace.finish_reason)
+        trace = TokenTrace.from_arrays(prompt, completion, logps, step.trace.finish_reason)
         candidates = unpack_candidates(step.trace.candidates)
         trace = trace if candidates is None else replace(trace, candidates=[ids.tolist() for ids in candidates])
     ends = (step.truncated, step.terminated)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.columns import Column, int_column, mask_column, mean_or_zero
+from ludic.columns import Column, join_ids, mask_column, mean_or_zero
 from ludic.errors import DataError
 from ludic.training.group_credit import is_greedy
 from ludic.training.rollouts.episodes import PlayedRollouts, is_reward, trace_columns
@@ -92,7 +92,7 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
     prompt, completion, logps = trace_columns(trace)
     length = len(prompt) + len(completion)
     if type(prompt) is Column or type(completion) is Column:  # one of them is a list if it was read
-        ids: Any = np.concatenate([int_column(prompt), int_column(completion)]).view(Column)
+        ids: Any = join_ids(prompt, completion)
         attention_mask: Any = mask_column(0, length)
         action_mask: Any = mask_column(len(prompt), len(completion))
     else:

@@ -1,9 +1,11 @@
-//! What reading a table allocates is bounded by the bytes that were given, whatever they say.
+//! What a table allocates is bounded: read, by the bytes that were given, whatever they say; built, by
+//! the distinct tokens of its dialogues.
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use ludic_core::{ColumnInput, Floats, Ints, SampleTable};
+use ludic_core::{ColumnInput, Floats, Ints, Sample, SampleTable, TableBuilder};
 
 /// Counts all bytes ever allocated, freed or not.
 struct Counting;
@@ -27,18 +29,54 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-fn allocated_by(bytes: &[u8]) -> usize {
+/// Held by the test that counts.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn allocated_by<T>(work: impl FnOnce() -> T) -> usize {
     let before = ALLOCATED.load(Ordering::Relaxed);
-    let table = SampleTable::from_bytes(bytes);
+    let made = work();
     let allocated = ALLOCATED.load(Ordering::Relaxed) - before;
-    drop(table);
+    drop(made);
     allocated
 }
 
-/// The only test of this file, so that no other allocates meanwhile. Per byte given, offsets need
-/// the most: 8 bytes become 8 of a copy and 32 of a row.
+/// 100 turns of 30 tokens each: 3,000 distinct tokens of 9 bytes, where whole samples have 151,500.
+#[test]
+fn the_turns_of_a_dialogue_take_memory_for_their_distinct_tokens() {
+    let alone = ALONE.lock().unwrap();
+    let ids: Vec<i32> = (0..3000).collect();
+    let masks: Vec<Vec<u8>> = (1..=100).map(|turn| [vec![0; 30 * turn - 10], vec![1; 10]].concat()).collect();
+    let logps = [-0.5f32; 10];
+    let build = |shared_from: usize| {
+        let mut builder = TableBuilder::default();
+        for mask in &masks {
+            let mut own = ids[..mask.len()].to_vec();
+            own[0] += i32::from(mask.len() < shared_from);
+            let sample = Sample {
+                input_ids: Ints::I32(&own),
+                action_mask: Ints::U8(mask),
+                attention_mask: None,
+                actor_logps: Some(Floats::F32(&logps)),
+                weight: 1.0,
+            };
+            builder.push(&sample).unwrap();
+        }
+        builder.finish()
+    };
+    let copies = masks.iter().map(|mask| 4 * mask.len()).sum::<usize>();
+    // Everything ever allocated, so also what growing columns leave behind.
+    let [shared, changed] = [0, 1500].map(|from| allocated_by(|| build(from)) - copies);
+    assert!(shared < 10 * 9 * 3000, "{shared}");
+    assert!(changed < 10 * 9 * 3000, "{changed}"); // the first id changes in the middle
+    assert_eq!(build(0).num_tokens(), 151_500);
+    drop(alone);
+}
+
+/// Per byte given, offsets need the most: 8 bytes become 8 of a copy and 32 of a row.
 #[test]
 fn reading_allocates_a_small_multiple_of_the_bytes() {
+    let alone = ALONE.lock().unwrap();
+    let allocated_by = |bytes: &[u8]| allocated_by(|| SampleTable::from_bytes(bytes));
     let samples = 1000;
     let offsets: Vec<i64> = (0..=samples).collect();
     let ids = vec![7; samples as usize];
@@ -70,4 +108,5 @@ fn reading_allocates_a_small_multiple_of_the_bytes() {
         assert!(SampleTable::from_bytes(&damaged).is_err());
         assert!(allocated_by(&damaged) <= bound(&damaged), "{number}");
     }
+    drop(alone);
 }
