@@ -180,33 +180,36 @@ def test_the_error_of_invalid_columns_names_them(columns: dict[str, Any], messag
         _core.SampleTable.from_columns(**(sound | columns))
 
 
-def within_a_second(build: Callable[[], object]) -> object:
+def built_quickly(build: Callable[[], object]) -> object:
+    """The table or the error, in less time than Python takes to count to 50 million."""
     begin = time.process_time()
+    assert sum(1 for _ in range(5_000_000)) == 5_000_000
+    counted = time.process_time()
     try:
         built = build()
     except DataError as error:
         built = error
-    assert time.process_time() - begin < 1.0
+    assert time.process_time() - counted < 10 * (counted - begin)
     return built
 
 
-def test_ten_million_rows_are_built_or_refused_within_a_second() -> None:
+def test_ten_million_rows_are_built_or_refused_quickly() -> None:
     rows = 10_000_000
-    refused = within_a_second(lambda: _core.SampleTable.from_items([SAMPLE] * rows))
+    refused = built_quickly(lambda: _core.SampleTable.from_items([SAMPLE] * rows))
     assert isinstance(refused, DataError)
     assert "10000000 items" in str(refused)
     ones = np.ones(rows, np.uint8)
     offsets = np.arange(rows + 1)
-    table = within_a_second(lambda: _core.SampleTable.from_columns(ones, ones, offsets))
+    table = built_quickly(lambda: _core.SampleTable.from_columns(ones, ones, offsets))
     assert isinstance(table, _core.SampleTable)
     assert len(table) == rows
 
 
-def test_a_sample_of_ten_million_tokens_with_a_bad_last_one_is_refused_within_a_second() -> None:
+def test_a_sample_of_ten_million_tokens_with_a_bad_last_one_is_refused_quickly() -> None:
     ids = np.zeros(10_000_000, np.int64)
     ids[-1] = -1
     mask = np.zeros(len(ids), np.uint8)
-    refused = within_a_second(lambda: _core.SampleTable.from_columns(ids, mask, [0, len(ids)]))
+    refused = built_quickly(lambda: _core.SampleTable.from_columns(ids, mask, [0, len(ids)]))
     assert "input_ids[9999999] is -1" in str(refused)
 
 

@@ -1,5 +1,6 @@
-"""The recipes for public models and data, each as it is but for its model and its number of steps;
-`datasets.load_dataset` returns a few rows with the columns of the data that the recipe names."""
+"""The recipes for public models and data, each as it is but for its model, its number of steps, and
+where episodes are played, fewer prompts. `datasets.load_dataset` returns a few rows with the
+columns of the data that the recipe names."""
 
 import json
 from pathlib import Path
@@ -32,9 +33,12 @@ def run(
     return commands.summary_of(tmp_path / "run"), [line for line in lines if "train/loss" in line]
 
 
-def reinforce(tmp_path: Path, name: str, phrases: list[str], answers: int, *settings: str) -> list[dict[str, Any]]:
-    """Three steps of `ludic train NAME`, whose rewards differ. Each has `answers` episodes."""
-    summary, steps = run(tmp_path, "train", name, phrases, *settings)
+def reinforce(
+    tmp_path: Path, name: str, phrases: list[str], prompts: int, group_size: int, *settings: str
+) -> list[dict[str, Any]]:
+    """Three steps of `ludic train NAME`, whose rewards differ. Each has `prompts` groups."""
+    answers = prompts * group_size
+    summary, steps = run(tmp_path, "train", name, phrases, f"rollout.prompts={prompts}", *settings)
     assert (summary["status"], summary["steps"], summary["idle_steps"]) == ("finished", 3, 0)
     assert summary["episodes"]["failed"] == 0
     assert [step["train/target_rollouts"] for step in steps] == [answers] * 3
@@ -45,20 +49,20 @@ def reinforce(tmp_path: Path, name: str, phrases: list[str], answers: int, *sett
 
 @pytest.mark.parametrize(("name", "phrases"), [("gsm8k", ["4", "6"]), ("math", ["4", "\\boxed{9}"])])
 def test_answers_to_problems_of_mathematics_are_rewarded(tmp_path: Path, name: str, phrases: list[str]) -> None:
-    steps = reinforce(tmp_path, name, phrases, 256 * 5)
+    steps = reinforce(tmp_path, name, phrases, 64, 5)
     assert [step["train/optimizer_steps"] for step in steps] == [4] * 3
 
 
-@pytest.mark.integration  # two minutes: 1,024 conversations of up to five model calls in each step
+@pytest.mark.integration  # half a minute: conversations of up to five model calls
 def test_the_calculator_is_called_before_the_answer(tmp_path: Path) -> None:
-    steps = reinforce(tmp_path, "gsm8k-tools", ["6", CALL], 64 * 16)
+    steps = reinforce(tmp_path, "gsm8k-tools", ["6", CALL], 16, 16)
     assert all(step["train/tools/calls"] > 0 and step["train/tools/failed"] == 0 for step in steps)
 
 
 @pytest.mark.filterwarnings("ignore:unsafe_subprocess runs programs")
 def test_programs_are_rewarded_by_the_tests_of_mbpp(tmp_path: Path) -> None:
     """Without a sandbox, which this machine may not have: the programs are the two of this file."""
-    reinforce(tmp_path, "mbpp", [DOUBLE, SQUARE], 32 * 14, "task.args.backend=unsafe_subprocess")
+    reinforce(tmp_path, "mbpp", [DOUBLE, SQUARE], 16, 14, "task.args.backend=unsafe_subprocess")
 
 
 def test_conversations_of_capybara_are_learnt(tmp_path: Path) -> None:

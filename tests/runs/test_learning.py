@@ -24,8 +24,8 @@ def trained(tmp_path: Path, *arguments: str, seed: int = SEED) -> dict[str, Any]
     return summary
 
 
-ALGORITHMS = ["grpo", "cispo", "reinforce", "dapo", "reinforce_plus_plus"]
-RARELY = [pytest.param(name, marks=pytest.mark.slow) for name in ("gspo", "scalerl", "rloo")]
+ALGORITHMS = ["grpo", "cispo", "reinforce"]
+RARELY = [pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "reinforce_plus_plus", "gspo", "scalerl", "rloo")]
 """Each shares its credit or its loss with one of ALGORITHMS."""
 
 
@@ -49,19 +49,20 @@ def test_addition_is_learnt_and_the_scratchpad_is_measured_separately(tmp_path: 
 
 
 GAME_RATES = ("not_lost", "perfect_drawn", "legal_moves", "not_lost_as_x", "not_lost_as_o")
+SEEDS = [pytest.param(1, 0.98, id="one"), pytest.param(3, 0.99, id="three", marks=pytest.mark.slow)]
+"""Number of seeds, and the bar of legal moves: one policy in 16 keeps an illegal reply (.986)."""
 
 
-def test_tic_tac_toe_is_learnt_against_a_mixed_opponent(tmp_path: Path) -> None:
-    """Means over three seeds: with the kernels of some processors a single policy keeps one illegal
-    reply (docs/games.md)."""
-    summaries = [trained(tmp_path, "tictactoe", seed=seed) for seed in (SEED, SEED + 1, SEED + 2)]
+@pytest.mark.parametrize(("seeds", "legal_moves"), SEEDS)
+def test_tic_tac_toe_is_learnt_against_a_mixed_opponent(tmp_path: Path, seeds: int, legal_moves: float) -> None:
+    summaries = [trained(tmp_path, "tictactoe", seed=SEED + at) for at in range(seeds)]
     before, after = (
         {name: fmean(summary[when][name] for summary in summaries) for name in GAME_RATES} for when in ("before", "after")
     )
     assert before["not_lost"] <= 0.60
     assert after["not_lost"] >= 0.90
     assert after["perfect_drawn"] >= 0.75
-    assert after["legal_moves"] >= 0.99
+    assert after["legal_moves"] >= legal_moves
     assert after["not_lost_as_x"] > after["not_lost_as_o"]  # moving second is harder
 
 

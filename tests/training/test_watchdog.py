@@ -51,6 +51,9 @@ def running(process):
     yield start
     for watch in started:
         watch.close()
+    for thread in threading.enumerate():
+        if thread.name == "watchdog":  # it may print once more, since nothing ended this process
+            thread.join(timeout=60)
 
 
 def test_a_phase_that_exceeds_its_deadline_prints_all_stacks_and_ends_the_process(process, running):
