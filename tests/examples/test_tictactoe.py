@@ -54,6 +54,7 @@ def test_self_play_gives_one_rollout_per_player_with_its_own_credit():
 
 
 @pytest.mark.integration
+@pytest.mark.slow  # the recipe of the game learns in tests/runs/test_learning.py
 def test_the_model_learns_to_play():
     before, after = asyncio.run(load().run(seed=0))
     assert before["not lost as O (random)"] < 0.6
