@@ -20,10 +20,12 @@ from typing import Any
 
 import msgspec
 
+from ludic.columns import join_ids
 from ludic.inference.client import Sampled
 from ludic.inference.gateway.gateway import Gateway
 from ludic.inference.gateway.session import Limits, Session
 from ludic.inference.request import SamplingParams
+from ludic.training.rollouts.episodes import trace_columns
 from ludic.types import TokenTrace
 
 TEXT = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
@@ -126,14 +128,14 @@ def main() -> None:
         agents.start()
         agents.join()
         spent, seconds = time.process_time() - before, time.monotonic() - began
-    calls = [call for session in sessions for call in session.calls]
-    tokens = sum(len(call.trace.prompt_token_ids) - call.shared + len(call.trace.completion_token_ids) for call in calls)
-    last = [len(session.calls[-1].trace.prompt_token_ids) for session in sessions if session.calls]
-    exact = sum(call.parent is not None for call in calls)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
+    calls = [call for session in sessions for call in session.calls]
+    ids = [join_ids(*trace_columns(call.trace)[:2]) for call in calls]
+    tokens = sum(len(each) - call.shared for each, call in zip(ids, calls, strict=True))
+    exact = sum(call.parent is not None for call in calls)
     print(
         f"{len(calls)} calls of {given.sessions} sessions in {seconds:.1f} s: {1e3 * spent / max(1, len(calls)):.2f} ms of processor time "
-        f"a call; {exact} continue another of {len(calls) - len(sessions)}; prompts at the end {max(last)} tokens, {tokens} different "
+        f"a call; {exact} continue another of {len(calls) - len(sessions)}; calls of up to {max(map(len, ids))} tokens, {tokens} different "
         f"ones; {grown:.0f} MB more"
     )
 

@@ -216,11 +216,11 @@ class _Job:
     client asks again."""
 
     def __init__(self, answering: Answering, dialect: Any, ask: Ask, running: set[_Job]) -> None:
-        self._answering, self._dialect, self._ask, self._running = answering, dialect, ask, running
+        self._answering, self._dialect, self._running = answering, dialect, running
         self._waiting, self._is_received = 0, False
         self._settles: list[Callable[[bool], None]] = []
         running.add(self)
-        self._task = asyncio.ensure_future(self._sample())
+        self._task = asyncio.ensure_future(self._sample(ask))
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody has seen it
 
     @property
@@ -244,8 +244,8 @@ class _Job:
         await asyncio.wait([self._task])
         self._settle(delivered=False)
 
-    async def _sample(self) -> Reply:
-        dialect, ask = self._dialect, self._ask
+    async def _sample(self, ask: Ask) -> Reply:
+        dialect = self._dialect
         answers = await self._answering.answer(ask, dialect.__name__.rpartition(".")[2])
         self._settles = [settle for _, _, settle in answers]
         shown, ident = [answered for answered, _, _ in answers], f"{dialect.ID}{uuid4().hex[:24]}"

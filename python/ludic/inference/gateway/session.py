@@ -316,7 +316,7 @@ class Answering:
         ids = read_list(sampled.trace, "completion_token_ids")
         self._num_sampled += len(ids)
         parent = prompt.parent
-        seen = 0 if parent is None else len(parent.keys)
+        seen = 0 if parent is None else parent.num_messages + 1  # and its answer
         call = Call(
             number=-1,
             shared=prompt.shared,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +102,7 @@ class PromptEncoder:
         """`keeps_sampled`: as of a `Transcript`."""
         self.tokenizer, self._keeps_sampled = tokenizer, keeps_sampled
         self._template, self._bridge = ChatTemplate(tokenizer), TemplateBridge(tokenizer)
-        self._whole: DialogueCache[list[int]] = DialogueCache()
+        self._whole: DialogueCache[array[int]] = DialogueCache()
         """The ids of dialogues that continue nothing."""
         self._lock = threading.Lock()
         self._outside = Transcript(self._bridge, max_turns=CACHE_SIZE, keeps_sampled=keeps_sampled)
@@ -146,7 +147,7 @@ class PromptEncoder:
                 prompt.ids += self._ids_of(part, encoded) if isinstance(part, Text) else part
             if prompt.parent is None:
                 prompt.ids = begin_prompt(self.tokenizer, prompt.ids)
-                self._whole.put(prompt.dialogue, list(prompt.ids))
+                self._whole.put(prompt.dialogue, array("i", prompt.ids))
         for prompt in prompts:
             if prompt.appended:
                 part = Text(prompt.appended, self._bridge.turn_end)

@@ -38,8 +38,10 @@ class Turn:
     """The answer as the client got it."""
     text: str
     """All sampled text, without the end token."""
-    keys: Sequence[bytes]
-    """[M + 1] of its messages (`message_keys`)."""
+    key: bytes
+    """Of all messages of its prompt (`message_keys`)."""
+    num_messages: int
+    """Of its prompt."""
 
     def hold(self, trace: TokenTrace) -> TokenTrace:
         """The trace of this turn in its memory."""
@@ -105,6 +107,8 @@ class Transcript:
         self._by_prompt: dict[bytes, list[Turn]] = {}
         """The key of all messages of a prompt -> its turns."""
         self._count = 0
+        self._last_keys: Sequence[bytes] = ()
+        """Of the latest turn."""
 
     def prepare(self, dialogue: Dialogue, begun: Message | None = None) -> Prompt:
         """The prompt of a dialogue, and of an answer to it that is `begun`. Raises what the
@@ -138,16 +142,18 @@ class Transcript:
         shared = int_column([]) if prompt.parent is None else prompt.parent.ids
         shared = shared if prompt.shared == len(shared) else int_column(shared[: prompt.shared])
         ids = append_ids(shared, [*prompt.ids[prompt.shared :], *completion_ids])
-        turn = Turn(self._count, ids, len(prompt.ids), ended, answer, text, prompt.keys)
+        key, num_messages = prompt.keys[-1], len(prompt.keys) - 1
+        turn = Turn(self._count, ids, len(prompt.ids), ended, answer, text, key, num_messages)
+        self._last_keys = prompt.keys
         self._count += 1
         self.turns[turn.number] = turn
-        self._by_prompt.setdefault(turn.keys[-1], []).append(turn)
+        self._by_prompt.setdefault(turn.key, []).append(turn)
         while self._max_turns is not None and len(self.turns) > self._max_turns:
             _, oldest = self.turns.popitem(last=False)
-            same = self._by_prompt[oldest.keys[-1]]
+            same = self._by_prompt[oldest.key]
             same.remove(oldest)
             if not same:
-                del self._by_prompt[oldest.keys[-1]]
+                del self._by_prompt[oldest.key]
         return turn
 
     def _continue(self, turn: Turn, added: str, bridge: Bridge) -> tuple[list[int], Text, list[int], Text]:
@@ -185,12 +191,13 @@ class Transcript:
         last = next(reversed(self.turns.values()), None)
         if last is None or not any(message.get("role") == "assistant" for message in messages):
             return "root"
-        pairs = zip(keys, last.keys, strict=False)
-        same = next((place for place, (now, was) in enumerate(pairs) if now != was), min(len(keys), len(last.keys)))
+        last_keys = self._last_keys
+        pairs = zip(keys, last_keys, strict=False)
+        same = next((place for place, (now, was) in enumerate(pairs) if now != was), min(len(keys), len(last_keys)))
         if same == 0:
             return "tools"
         place, what = min(same, len(keys) - 1) - 1, "content"
-        if same == len(last.keys):
+        if same == len(last_keys):
             now, was = canonical_message(messages[place]), canonical_message(last.answer)
             what = "content" if now[:2] != was[:2] else "tool_calls" if now[2] != was[2] else "reasoning"
         return f"changed:{place}:{what}"
