@@ -116,6 +116,25 @@ async def test_responses_and_completions_and_models():
         assert (await client.models.retrieve("gpt-4o")).id == "gpt-4o"
 
 
+async def test_a_response_continues_the_one_that_it_names():
+    script = iter([f"I look.\n{CALL}", "done", "again", "other"])
+    async with episode(lambda *_: next(script)) as (session, sampler, client):
+        given = {"model": "x", "instructions": "Be brief.", "tools": [{"type": "function", **LOOK}]}
+        first = await client.responses.create(input="question", **given)
+        told = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "v"}
+        second = await client.responses.create(input=[told], previous_response_id=first.id, **given)
+        whole = await client.responses.create(input=[user("question"), *first.output, told], **given)
+        assert sampler.asked[1][0] == sampler.asked[2][0]
+        assert (second.output_text, whole.output_text) == ("done", "again")
+        assert [call.parent for call in session.calls] == [None, 0, 0]
+        third = await client.responses.create(
+            input="more", previous_response_id=second.id, **given | {"instructions": "Be long."}
+        )
+        assert (third.output_text, session.calls[3].reason) == ("other", "changed:0:content")  # instructions are not kept
+        with pytest.raises(openai.BadRequestError, match="'resp_unknown' is not of an answer in this episode"):
+            await client.responses.create(input="more", previous_response_id="resp_unknown", **given)
+
+
 def anthropic_events(text):
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
 

@@ -162,6 +162,8 @@ class Answering:
         """Settings of sampling that the agent asked for, with their first values."""
         self.replies: dict[str, list[Any]] = {}
         """Hash of a request -> its jobs, for a client that asks again."""
+        self.dialogues: dict[str, list[Message]] = {}
+        """The id of an answer -> the messages up to it, without instructions."""
         self._client, self._encoder = client, encoder
         self._episode, self._is_own = episode or Episode(), episode is None
         self._harness_sampling = harness_sampling
@@ -183,6 +185,10 @@ class Answering:
         has got it. Raises CallError for a call that is refused."""
         started = monotonic()
         self._check_limits(ask)
+        if ask.previous is not None:
+            if ask.previous not in self.dialogues:
+                raise CallError(f"previous_response_id {ask.previous!r} is not of an answer in this episode")
+            ask.messages[ask.num_instructions : ask.num_instructions] = self.dialogues[ask.previous]
         self._open += ask.n
         reserved = 0
         key, drawn, numbers = b"", set[int](), list[int]()

@@ -46,6 +46,9 @@ class Ask:
     include_usage: bool = False
     begun: Message | None = None
     """An assistant message that the answer continues."""
+    previous: str | None = None
+    """The id of the answer that `messages` follow, but for the first `num_instructions`."""
+    num_instructions: int = 0
     prompt: str | list[int] | None = None
     """Text or ids of a plain completion, instead of messages."""
     size: int = 0

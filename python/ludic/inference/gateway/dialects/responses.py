@@ -80,8 +80,8 @@ def read(body: bytes, *, ignore_format: bool = False) -> Ask:
     cannot give."""
     given = decode(body, _Body)
     refuse_format(given.text.format.type if given.text else "text", "text.format", ignore=ignore_format)
-    if given.previous_response_id or given.conversation:
-        raise CallError("previous_response_id and conversation are not kept here; send the whole input")
+    if given.conversation:
+        raise CallError("conversation is not kept here; send previous_response_id, or the whole input")
     items = [_Item(content=given.input)] if isinstance(given.input, str) else given.input or []
     if not items:
         raise CallError("input is missing or empty; send a text or items")
@@ -103,6 +103,8 @@ def read(body: bytes, *, ignore_format: bool = False) -> Ask:
         stream=bool(given.stream),
         max_tokens=given.max_output_tokens,
         include_usage=True,
+        previous=given.previous_response_id,
+        num_instructions=1 if given.instructions else 0,
         sampling=given.given(),
     )
 
