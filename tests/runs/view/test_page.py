@@ -187,6 +187,17 @@ def test_a_turn_has_the_right_answer_and_the_reward_of_each_function(tmp_path):
     assert make_table(run).rows[0][6][0][9] == ["right answer 4", "exact 1.0", "short 0.25"]
 
 
+def test_a_turn_of_an_agent_says_where_its_call_stands(tmp_path):
+    run = make_run(tmp_path / "run")
+    rollouts = [make_rollout(number) for number in range(3)]
+    for rollout, parent in zip(rollouts, (None, 0, "0"), strict=True):
+        rollout.steps[0].info.update({"call": 1, "parent": parent, "branch": 2, "reason": "changed:1:content"})
+    rollouts[2].steps[0].info["branch"] = "2"
+    log_rollouts(run, rollouts)
+    facts = [row[6][0][9] for row in make_table(run).rows]
+    assert facts == [["call 1, branch 2, continues none: changed:1:content"], ["call 1, branch 2, continues call 0"], []]
+
+
 def test_a_log_of_any_content_is_read_as_far_as_it_goes(tmp_path):
     run = make_run(tmp_path / "run")
     odd = ['{"steps": 3}', '{"meta": [], "steps": [{"reward": "x", "trace": 5, "info": null}]}', "[]", "{"]

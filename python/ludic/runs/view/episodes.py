@@ -141,8 +141,17 @@ class EpisodeTable:
                 round(1000 * (mine - logp)) if is_finite(mine) and is_finite(logp) else None
                 for mine, logp in zip(own, logps, strict=False)
             ],
-            [*([f"right answer {right}"] if right else []), *named],
+            [*_describe_call(info), *([f"right answer {right}"] if right else []), *named],
         ]
+
+
+def _describe_call(info: Mapping[str, Any]) -> list[str]:
+    """Where a call of an agent stands: the call that it continues, or why it continues none."""
+    call, parent, branch = (info.get(name) for name in ("call", "parent", "branch"))
+    if not isinstance(call, int) or not isinstance(branch, int):
+        return []
+    follows = f"continues call {parent}" if isinstance(parent, int) else f"continues none: {info.get('reason')}"
+    return [f"call {call}, branch {branch}, {follows}"]
 
 
 def _read_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
