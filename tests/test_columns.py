@@ -288,3 +288,5 @@ def test_the_parts_of_one_column_are_joined_without_a_copy(prompt, completion, a
     for left, right in [(prompt, completion), (int_column(prompt), int_column(completion)), (whole[:at], whole[end:])]:
         assert join_ids(left, right).tolist() == [*left, *right]
     assert join_ids(whole[: len(prompt)], whole[len(prompt) :]) is whole
+    assert not whole.flags.writeable
+    assert join_ids(whole[:4:2], whole[2:]).tolist() == [*whole[:4:2], *whole[2:]]

@@ -23,11 +23,10 @@ class Column(np.ndarray):
 
 
 class _Memory:
-    """Room for ids, of which the first `used` are set."""
+    """Room for ids, of which the first `used` are set: `grows` times what was needed."""
 
-    def __init__(self, first: Column, end: int) -> None:
-        # Exact for a first turn, often the only one. Pages that are never written take no memory.
-        self.ids, self.used = np.empty(8 * end if len(first) else end, np.int32), len(first)
+    def __init__(self, first: Column, end: int, grows: int = 1) -> None:
+        self.ids, self.used, self.grows = np.empty(grows * end, np.int32), len(first), grows
         self.ids[: self.used] = first
 
 
@@ -38,8 +37,8 @@ def int_column(values: Any) -> Column:
 
 
 def append_ids(ids: Column, more: Sequence[int] | NDArray[np.int32]) -> Column:
-    """[N + M] ids. Turns that continue each other take memory once: what this function returned is
-    continued in place. The first turn is copied once, and so is one that a second turn continues.
+    """[N + M] ids, to read alone. Turns that continue each other share memory: what this function
+    returned is continued in place. What was continued already, or is no whole turn, is copied.
 
     >>> first = append_ids(int_column([]), [5, 6])
     >>> second = append_ids(first, [7])
@@ -47,12 +46,14 @@ def append_ids(ids: Column, more: Sequence[int] | NDArray[np.int32]) -> Column:
     [True, False]
     """
     memory, end = ids.memory, len(ids) + len(more)
-    if memory is None or memory.used != len(ids) or end > len(memory.ids):
-        memory = _Memory(ids, end)
+    if memory is None or memory.used != len(ids):
+        memory = _Memory(ids, end)  # often the only turn
+    elif end > len(memory.ids):
+        memory = _Memory(ids, end, grows=min(2 * memory.grows, 4))
     memory.ids[memory.used : end] = more
     memory.used = end
     longer = memory.ids[:end].view(Column)
-    longer.memory = memory
+    longer.memory, longer.flags.writeable = memory, False
     return longer
 
 
@@ -61,7 +62,11 @@ def join_ids(prompt: Any, completion: Any) -> Column:
     prompt, completion = int_column(prompt), int_column(completion)
     whole, at = completion.base, len(prompt)
     is_base = type(whole) is Column and whole is prompt.base and len(whole) == at + len(completion)
-    if is_base and (_address(prompt), _address(completion)) == (_address(whole), _address(whole[at:])):
+    if (
+        is_base
+        and prompt.strides == completion.strides
+        and (_address(prompt), _address(completion)) == (_address(whole), _address(whole[at:]))
+    ):
         return whole
     return np.concatenate([prompt, completion]).view(Column)
 

@@ -55,11 +55,11 @@ impl Columns {
         }
     }
 
-    /// Whether `row`, the last in the columns, continues the row before it, and may thus share its
-    /// tokens. Only for columns that are not sealed yet.
+    /// Whether `row`, the last in the columns, continues the row before it or is the same tokens
+    /// without an action, and may thus share them. Only for columns that are not sealed yet.
     pub(crate) fn ends_with_start_of(&self, row: &Row, previous: &Row) -> bool {
         let len = previous.len as usize;
-        previous.len < row.len
+        previous.len <= row.len
             && self.ids[row.start..row.start + len] == self.ids[previous.span()]
             && !self.action[row.start..row.start + len].contains(&1)
             && ![previous, row].into_iter().any(|row| self.has_hole(row))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from ludic.columns import Column
 from ludic.errors import ConfigError
 from ludic.training.queue import entries
 from ludic.training.queue.base import Lease, Work
@@ -245,7 +246,7 @@ def test_another_kind_version_or_program_is_named():
     payload = encode_group(example())
     for changed, message in [
         (b"JSON" + payload[4:], "no entry of ludic"),
-        (payload[:4] + b"\x09" + payload[5:], "version 9, this ludic reads 1"),
+        (payload[:4] + b"\x09" + payload[5:], "version 9, this ludic reads 2"),
         (payload[:5] + bytes([SAMPLES]) + payload[6:], "of kind 2, and 1 is expected"),
         (payload[:10], "less than its header"),
         (payload[:-1], "its checksum differs"),
@@ -336,6 +337,22 @@ def test_an_episode_is_sent_and_kept_in_the_bytes_of_its_distinct_tokens():
     assert len({id(column.base.memory) for column in columns[1:]}) <= 4
     assert read.steps == steps
     assert len(entry) < 2 * 4 * 500 + 50 * 40  # 49,750 bytes if each prompt were sent whole
+
+
+def test_an_entry_is_as_small_in_memory_with_candidates_and_reads_so_many_tokens():
+    steps = long_episode(4)
+    for step in steps:
+        object.__setattr__(step.trace, "candidates", [[]] * 5)
+    group = Group("run", 0, 0, played=as_played([Rollout("r", steps)]))
+    [read] = decode_group(encode_group(group)).played
+    assert all(type(stored(step.trace, "prompt_token_ids")) is Column for step in read.steps)
+    assert read.steps == steps
+    limits = EntryLimits(max_bytes=len(encode_group(group)))
+    assert encode_group(group, limits)
+    traces = [TokenTrace.from_arrays(np.arange(limits.max_bytes // 4), [5], [-1.0])] * 20
+    many = [replace(steps[0], index=at, trace=trace) for at, trace in enumerate(traces)]
+    with pytest.raises(EntryError, match=r"read \d+ tokens, the limit is \d+"):
+        encode_group(Group("run", 0, 0, played=as_played([Rollout("r", many)])), limits)
 
 
 @pytest.mark.parametrize(("step", "shared"), [(0, 1), (1, 9), (1, 11), (1, -1)])

@@ -60,6 +60,8 @@ def test_a_group_of_a_queue():
     traces = traces.replace(b"\xc4\x10" + whole, b"\xc4\x04" + whole[12:])
     assert encode_group(newer)[22:] == traces + b"\x98" + GROUP[-17:] + b"\xa42+2=\xa16"
     assert decode_group(encode_group(newer)).played.failures == [ANSWERED]
+    with pytest.raises(EntryError, match=r"entry has version 3, .*reads 2"):
+        decode_group(GROUP[:4] + b"\x03" + GROUP[5:])
 
 
 def test_samples_of_a_queue_in_the_first_form_are_refused_with_both_versions():

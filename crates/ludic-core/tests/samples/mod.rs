@@ -107,7 +107,7 @@ type Turn = (Vec<i64>, Vec<i64>, bool, bool);
 
 fn turn() -> impl Strategy<Value = Turn> {
     let ids = |least| prop::collection::vec(0i64..4, least..6);
-    (ids(0), ids(1), prop::bool::weighted(0.15), prop::bool::weighted(0.1))
+    (ids(0), prop_oneof![9 => ids(1), 1 => ids(0)], prop::bool::weighted(0.15), prop::bool::weighted(0.1))
 }
 
 /// The samples of up to four dialogues of up to five turns each, one per turn. Nearly every one
@@ -128,6 +128,9 @@ fn samples_of(turns: &[Turn], with_logps: bool) -> Vec<Owned> {
         action.extend(vec![0; observation.len()]);
         action.extend(vec![1; completion.len()]);
         history.extend(observation.iter().chain(completion));
+        if history.is_empty() {
+            continue;
+        }
         let actions = action.iter().filter(|&&bit| bit == 1).count();
         samples.push(Owned {
             ids: history.clone(),

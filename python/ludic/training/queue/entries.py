@@ -23,7 +23,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ludic.columns import Column, append_ids, int_column, join_ids
+from ludic.columns import Column, append_ids, float_column, int_column, join_ids
 from ludic.errors import DataError, DataTypeError, check_value
 from ludic.files.json_values import to_builtin
 from ludic.training.batching.candidates import pack_candidates, unpack_candidates
@@ -75,6 +75,8 @@ class EntryLimits:
 
 
 DEFAULT_LIMITS = EntryLimits()
+TOKENS_PER_BYTE = 4
+"""Tokens that the steps of an entry may read, for each byte that it may have: steps share them."""
 
 
 @dataclass(frozen=True)
@@ -256,10 +258,10 @@ def _decode_step(step: _Step, before: Step | None) -> Step:
                 raise EntryError(f"a prompt shares {shared} tokens with the step before, which has {len(known)}")
             whole = append_ids(append_ids(known, prompt), completion)
             prompt, completion = whole[: shared + len(prompt)], whole[shared + len(prompt) :]
-        logps = None if step.trace.logps is None else floats_from_bytes(step.trace.logps, len(completion))
-        trace = TokenTrace.from_arrays(prompt, completion, logps, step.trace.finish_reason)
+        logps = None if step.trace.logps is None else float_column(floats_from_bytes(step.trace.logps, len(completion)))
         candidates = unpack_candidates(step.trace.candidates)
-        trace = trace if candidates is None else replace(trace, candidates=[ids.tolist() for ids in candidates])
+        listed = None if candidates is None else [ids.tolist() for ids in candidates]
+        trace = TokenTrace(int_column(prompt), int_column(completion), logps, step.trace.finish_reason, listed)  # type: ignore[arg-type]
     ends = (step.truncated, step.terminated)
     return Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, trace, step.ts_ns)
 
@@ -273,6 +275,11 @@ def _check_group(group: Group, limits: EntryLimits, check: SampleCheck | None = 
     if fault := check.find_fault({"policy_version": group.version}):
         raise EntryError(f"the group has {fault}")
     _check_counts(len(played), [len(rollout.steps) for rollout in played], limits)
+    traces = [step.trace for rollout in played for step in rollout.steps if step.trace is not None]
+    num_tokens = sum(len(ids) for trace in traces for ids in trace_columns(trace)[:2])
+    if num_tokens > TOKENS_PER_BYTE * limits.max_bytes:
+        most = TOKENS_PER_BYTE * limits.max_bytes
+        raise EntryError(f"the steps of a group read {num_tokens} tokens, the limit is {most}; play smaller groups")
     try:
         for rollout in check_rollouts(played, check):
             check_meta(rollout.meta, "a rollout")
@@ -297,7 +304,9 @@ def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimi
 
 GROUP, SAMPLES = 1, 2
 """Kinds of entries."""
-VERSIONS = {GROUP: 1, SAMPLES: 2}
+VERSIONS = {GROUP: 2, SAMPLES: 2}
+OLDEST = {GROUP: 1, SAMPLES: 2}
+"""The first version that is read."""
 _HEADER = struct.Struct(">4sBB16s")
 _MAGIC = b"LUDQ"
 T = TypeVar("T")
@@ -331,7 +340,7 @@ def unseal(payload: bytes, kind: int, decoder: Callable[[memoryview], T], limits
         raise EntryError("this is no entry of ludic")
     if found != kind:
         raise EntryError(f"the entry is of kind {found}, and {kind} is expected: do groups and samples share a queue?")
-    if version != VERSIONS[kind]:
+    if not OLDEST[kind] <= version <= VERSIONS[kind]:
         raise EntryError(f"the entry has version {version}, this ludic reads {VERSIONS[kind]}; run the same ludic everywhere")
     body = memoryview(payload)[_HEADER.size :]
     if xxhash.xxh3_128_digest(body) != digest:
