@@ -131,7 +131,7 @@ async def test_a_response_continues_the_one_that_it_names():
             input="more", previous_response_id=second.id, **given | {"instructions": "Be long."}
         )
         assert (third.output_text, session.calls[3].reason) == ("other", "changed:0:content")  # instructions are not kept
-        with pytest.raises(openai.BadRequestError, match="'resp_unknown' is not of an answer in this episode"):
+        with pytest.raises(openai.BadRequestError, match="'resp_unknown' is not of an answer"):
             await client.responses.create(input="more", previous_response_id="resp_unknown", **given)
 
 
