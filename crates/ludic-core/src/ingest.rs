@@ -92,7 +92,7 @@ impl TableBuilder {
             .map_err(|bad| bad.mask_error((index, bad.position), "action_mask"))?;
         self.push_attention(index, start, len, sample.attention_mask)?;
         let mut row = Row::new(start, len as u32, check_weight(index, sample.weight)?);
-        if let Some(previous) = self.rows.last().filter(|previous| self.columns.ends_with_start_of(&row, previous)) {
+        if let Some(previous) = self.rows.last().filter(|previous| self.columns.may_share(&row, previous)) {
             (row.start, row.shared) = (previous.start, previous.len);
             self.columns.remove(start..start + previous.len as usize);
         }

@@ -55,16 +55,6 @@ impl Columns {
         }
     }
 
-    /// Whether `row`, the last in the columns, continues the row before it or is the same tokens
-    /// without an action, and may thus share them. Only for columns that are not sealed yet.
-    pub(crate) fn ends_with_start_of(&self, row: &Row, previous: &Row) -> bool {
-        let len = previous.len as usize;
-        previous.len <= row.len
-            && self.ids[row.start..row.start + len] == self.ids[previous.span()]
-            && !self.action[row.start..row.start + len].contains(&1)
-            && ![previous, row].into_iter().any(|row| self.has_hole(row))
-    }
-
     /// Removes the tokens of a range but their log-probabilities, which come later. Only for columns
     /// that are not sealed yet.
     pub(crate) fn remove(&mut self, tokens: Range<usize>) {
@@ -86,7 +76,12 @@ impl Columns {
     /// no action among the shared ids. [5, 6, 7] with the action mask [0, 0, 1] continues [5, 6].
     /// Never true if either row has a 0 in its attention mask.
     fn continues(&self, row: &Row, previous: &Row) -> bool {
-        previous.len < row.len
+        previous.len < row.len && self.may_share(row, previous)
+    }
+
+    /// Whether `row` continues `previous`, or is the same tokens without an action.
+    pub(crate) fn may_share(&self, row: &Row, previous: &Row) -> bool {
+        previous.len <= row.len
             && self.begins_with(row, previous)
             && ![previous, row].into_iter().any(|row| self.has_hole(row))
     }
@@ -94,8 +89,9 @@ impl Columns {
     /// Whether `row` begins with all ids of `previous`, which is not longer, and has no action among
     /// them.
     pub(crate) fn begins_with(&self, row: &Row, previous: &Row) -> bool {
-        let len = previous.len as usize;
-        self.ids[previous.span()] == self.ids[row.start..row.start + len] && self.count_actions(row, 0..len) == 0
+        let end = row.start + previous.len as usize;
+        let own = row.stored(0).1.start.min(end)..end;
+        self.ids[previous.span()] == self.ids[row.start..end] && !self.action[own].contains(&1)
     }
 
     /// Whether a token of the sample is not attended to.
@@ -103,10 +99,9 @@ impl Columns {
         self.attention.as_ref().is_some_and(|mask| mask[row.span()].contains(&0))
     }
 
-    /// The number of action tokens of a sample at `positions` of it. O(1).
-    fn count_actions(&self, row: &Row, positions: Range<usize>) -> usize {
-        let (begin, end) = (positions.start.max(row.shared as usize), positions.end.max(row.shared as usize));
-        self.count_actions_before(row.start + end) - self.count_actions_before(row.start + begin)
+    /// The number of action tokens in a span. O(1).
+    fn count_actions(&self, span: Range<usize>) -> usize {
+        self.count_actions_before(span.end) - self.count_actions_before(span.start)
     }
 
     fn count_actions_before(&self, position: usize) -> usize {
@@ -313,8 +308,7 @@ impl SampleTable {
 
     /// The number of action tokens of a sample from `begin` on.
     fn count_actions(&self, row: &Row, begin: usize) -> i32 {
-        let len = row.len as usize;
         // At most the length of a sample, which fits.
-        self.columns.count_actions(row, begin.min(len)..len) as i32
+        self.columns.count_actions(row.stored(begin).1) as i32
     }
 }

@@ -77,17 +77,20 @@ impl SampleTable {
             let mut rest = numbers;
             for (sample, row) in self.rows.iter().enumerate() {
                 let (_, stored) = row.stored(0);
+                if stored.is_empty() {
+                    continue; // truncation left shared tokens alone, none of which is an action
+                }
                 let mask = &self.columns.action[stored.clone()];
                 let (own, after) = rest.split_at(count_ones(mask));
                 if let Some(position) = find_non_finite(own) {
                     let value = Float::to_f64(own[position]);
                     return Err(CoreError::NonFiniteToken { name: name.to_owned(), sample, position, value });
                 }
-                if stored.start < column.len() && !stored.is_empty() {
+                if stored.start < column.len() {
                     let rule = "its samples must be in the order of the table, each once; add it before select";
                     return Err(CoreError::TokenColumn { name: name.to_owned(), rule });
                 }
-                column.resize(stored.start.max(column.len()), 0.0);
+                column.resize(stored.start, 0.0);
                 append_at_actions(own, mask, &mut column);
                 rest = after;
             }

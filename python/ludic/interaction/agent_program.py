@@ -20,7 +20,7 @@ from ludic.errors import ConfigError, RolloutError, check_value
 from ludic.event_loop import await_if_needed, describe_error, run_in_daemon_thread
 from ludic.inference.client import SamplesTokens
 from ludic.inference.gateway.gateway import Gateway
-from ludic.inference.gateway.session import Answering, Call, Limits, Session
+from ludic.inference.gateway.session import Answering, Call, Limits, Session, path_of
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.agent_command import AgentCommand, AgentExitError, Place
 from ludic.interaction.single_agent import InteractionProtocol, merge_step_info
@@ -227,15 +227,6 @@ def read_output(value: Any, session: Session) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"the agent returned {type(value).__name__}; it must return its answer as text, or None for its last")
     return value
-
-
-def path_of(call: Call, calls: Sequence[Call]) -> list[int]:
-    """The numbers of a call and of the calls before it on its path, the call first."""
-    numbers, at = [call.number], call.parent
-    while at is not None:
-        numbers.append(at)
-        at = calls[at].parent
-    return numbers
 
 
 def number_branches(calls: Sequence[Call]) -> dict[int, int]:

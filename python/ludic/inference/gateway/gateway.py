@@ -250,7 +250,7 @@ class _Job:
         self._settles = [settle for _, _, settle in answers]
         shown, ident = [answered for answered, _, _ in answers], f"{dialect.ID}{uuid4().hex[:24]}"
         if dialect is responses:
-            self._answering.dialogues[ident] = [*ask.messages[ask.num_instructions :], answers[0][1].answer]
+            self._answering.responses[ident] = answers[0][1], ask.num_instructions
         if ask.stream:
             return Reply(200, b"".join(dialect.stream(ask, shown, ident)), "text/event-stream")
         return Reply(200, encode(dialect.write(ask, shown, ident)))

@@ -138,6 +138,15 @@ def new_key() -> str:
     return f"sk-ludic-{secrets.token_urlsafe(18)}"
 
 
+def path_of(call: Call, calls: Sequence[Call]) -> list[int]:
+    """The numbers of a call and of the calls before it on its path, the call first."""
+    numbers, at = [call.number], call.parent
+    while at is not None:
+        numbers.append(at)
+        at = calls[at].parent
+    return numbers
+
+
 class Answering:
     """Answers the calls of one session by sampling. Belongs to the gateway's event loop."""
 
@@ -162,8 +171,9 @@ class Answering:
         """Settings of sampling that the agent asked for, with their first values."""
         self.replies: dict[str, list[Any]] = {}
         """Hash of a request -> its jobs, for a client that asks again."""
-        self.dialogues: dict[str, list[Message]] = {}
-        """The id of an answer -> the messages up to it, without instructions."""
+        self.responses: dict[str, tuple[Call, int]] = {}
+        """The id of an answer that a later request may name -> its call, and how many of the first
+        messages were instructions."""
         self._client, self._encoder = client, encoder
         self._episode, self._is_own = episode or Episode(), episode is None
         self._harness_sampling = harness_sampling
@@ -186,9 +196,12 @@ class Answering:
         started = monotonic()
         self._check_limits(ask)
         if ask.previous is not None:
-            if ask.previous not in self.dialogues:
+            if ask.previous not in self.responses:
                 raise CallError(f"previous_response_id {ask.previous!r} is not of an answer in this episode")
-            ask.messages[ask.num_instructions : ask.num_instructions] = self.dialogues[ask.previous]
+            named, skipped = self.responses[ask.previous]
+            path = [self.session.calls[number] for number in reversed(path_of(named, self.session.calls))]
+            known = [message for call in path for message in (*call.messages, call.answer)]
+            ask.messages[ask.num_instructions : ask.num_instructions] = known[skipped:]
         self._open += ask.n
         reserved = 0
         key, drawn, numbers = b"", set[int](), list[int]()

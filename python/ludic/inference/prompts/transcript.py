@@ -31,7 +31,6 @@ class Turn:
     """In the order of arrival, from 0."""
     ids: Column
     """[P + C] int32: its prompt and its answer, in the memory of the turn that it continues."""
-    num_prompt: int
     ended: bool
     """Whether the last sampled id ends a turn."""
     answer: Message
@@ -45,9 +44,8 @@ class Turn:
 
     def hold(self, trace: TokenTrace) -> TokenTrace:
         """The trace of this turn in its memory."""
-        prompt, completion = self.ids[: self.num_prompt], self.ids[self.num_prompt :]
-        logps = stored(trace, "completion_logprobs")
-        return TokenTrace(prompt, completion, logps, trace.finish_reason, trace.candidates)  # type: ignore[arg-type]
+        at, logps = len(self.ids) - len(stored(trace, "completion_token_ids")), stored(trace, "completion_logprobs")
+        return TokenTrace(self.ids[:at], self.ids[at:], logps, trace.finish_reason, trace.candidates)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Transcript:
         shared = shared if prompt.shared == len(shared) else int_column(shared[: prompt.shared])
         ids = append_ids(shared, [*prompt.ids[prompt.shared :], *completion_ids])
         key, num_messages = prompt.keys[-1], len(prompt.keys) - 1
-        turn = Turn(self._count, ids, len(prompt.ids), ended, answer, text, key, num_messages)
+        turn = Turn(self._count, ids, ended, answer, text, key, num_messages)
         self._last_keys = prompt.keys
         self._count += 1
         self.turns[turn.number] = turn

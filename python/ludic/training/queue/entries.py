@@ -222,8 +222,8 @@ def _encode_step(step: Step, before: Step | None) -> _Step:
     columns = None
     if trace is not None:
         prompt, completion, logps = trace_columns(trace)
-        known = _ids_of(before)
-        shared = len(known) if np.array_equal(int_column(prompt)[: len(known)], known) else 0
+        prompt, known = int_column(prompt), _ids_of(before)
+        shared = len(known) if np.array_equal(prompt[: len(known)], known) else 0
         columns = _Trace(
             ids_to_bytes(prompt[shared:]),
             ids_to_bytes(completion),
@@ -277,8 +277,8 @@ def _check_group(group: Group, limits: EntryLimits, check: SampleCheck | None = 
     _check_counts(len(played), [len(rollout.steps) for rollout in played], limits)
     traces = [step.trace for rollout in played for step in rollout.steps if step.trace is not None]
     num_tokens = sum(len(ids) for trace in traces for ids in trace_columns(trace)[:2])
-    if num_tokens > TOKENS_PER_BYTE * limits.max_bytes:
-        most = TOKENS_PER_BYTE * limits.max_bytes
+    most = TOKENS_PER_BYTE * limits.max_bytes
+    if num_tokens > most:
         raise EntryError(f"the steps of a group read {num_tokens} tokens, the limit is {most}; play smaller groups")
     try:
         for rollout in check_rollouts(played, check):
