@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 from chat_tokenizers import bpe_tokenizer
+from real_containers import CGROUP, IMAGE, PROGRAMS, changed_environment
+from real_sandboxes import backend_or_skip
 from scripted_sampler import ScriptedSampler
 
 from ludic.envs import DatasetQAEnv
 from ludic.envs.code_exec.bubblewrap import is_bubblewrap_available
+from ludic.envs.code_exec.containers import OWNER, this_process
+from ludic.envs.workspaces import containers
 from ludic.errors import ConfigError, RolloutError
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction.agent_command import AgentCommand, fill
@@ -32,7 +36,7 @@ def ask(text):
     asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     return json.load(urllib.request.urlopen(asked, timeout=20))["choices"][0]["message"]["content"]
 """
-ROW = {"prompt": "question", "question": "question", "answer": "yes", "size": 3}
+ROW = {"prompt": "question", "question": "question", "answer": "yes", "size": 3, "kind": "image"}
 
 
 @pytest.fixture(autouse=True)
@@ -40,24 +44,42 @@ def path(monkeypatch):
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}{FETCHED}")
 
 
-def sandboxes():
-    """`none`, and bubblewrap where this machine has it."""
-    return [
-        "none",
-        pytest.param("bubblewrap", marks=pytest.mark.integration),
-    ]
+def in_containers(name):
+    return pytest.param(name, marks=[pytest.mark.integration, pytest.mark.xdist_group(f"agents in {name}")])
 
 
-def needs(sandbox):
-    if sandbox == "bubblewrap" and not is_bubblewrap_available():
-        pytest.skip("no bwrap: `make bubblewrap` fetches it")
+@pytest.fixture(
+    scope="module",
+    params=["none", pytest.param("bubblewrap", marks=pytest.mark.integration), in_containers("docker"), in_containers("podman")],
+)
+def sandbox(request):
+    """Each sandbox that this machine has; nothing is left of its containers."""
+    if request.param == "none":
+        yield "none"
+        return
+    with changed_environment(PATH=f"{PROGRAMS}{os.pathsep}{FETCHED}"), backend_or_skip(request.param) as listed:
+        yield request.param
+        assert listed() == []
 
 
 def command(program, *arguments, sandbox="none", **settings):
     python = sys.executable if sandbox == "none" else "/usr/bin/python3"
-    return AgentCommand(
-        [python, "-c", (ASK + program).replace("{", "{{").replace("}", "}}"), *arguments], sandbox=sandbox, **settings
-    )
+    return AgentCommand([python, "-c", quoted(ASK + program), *arguments], sandbox=sandbox, **{**container(sandbox), **settings})
+
+
+def quoted(program):
+    return program.replace("{", "{{").replace("}", "}}")
+
+
+def container(sandbox):
+    """The settings of a container of the tests' image, which has links into this machine's /usr."""
+    arguments = ["--volume", "/usr:/usr:ro", "--cgroup-parent", f"/{CGROUP}"]
+    return {"image": IMAGE, "container_args": arguments} if sandbox in ("docker", "podman") else {}
+
+
+def needs_bubblewrap():
+    if not is_bubblewrap_available():
+        pytest.skip("no bwrap: `make bubblewrap` fetches it")
 
 
 async def play(agent, *, count=1, **settings):
@@ -78,9 +100,7 @@ async def play(agent, *, count=1, **settings):
         use.close()
 
 
-@pytest.mark.parametrize("sandbox", sandboxes())
 async def test_a_command_calls_the_model_and_its_output_is_the_answer(sandbox, tmp_path):
-    needs(sandbox)
     (tmp_path / "notes.txt").write_text("from files")
     program = """
 assert open("notes.txt").read() == "from files"
@@ -121,9 +141,7 @@ async def test_a_link_out_of_the_folder_is_not_read():
     assert rollout.meta["agent"]["output"] == ""
 
 
-@pytest.mark.parametrize("sandbox", sandboxes())
 async def test_a_command_that_fails_is_scored_for_what_it_wrote(sandbox):
-    needs(sandbox)
     [rollout] = await play(command("print(ask('x'), flush=True); sys.exit('gave up')", sandbox=sandbox))
     assert (rollout.meta["agent"]["status"], rollout.meta["agent"]["output"], rollout.total_reward) == ("failed", "yes", 1.0)
     assert "ended with status 1: gave up" in rollout.meta["agent"]["error"]
@@ -131,9 +149,7 @@ async def test_a_command_that_fails_is_scored_for_what_it_wrote(sandbox):
         await play(command("sys.exit('at once')", sandbox=sandbox))
 
 
-@pytest.mark.parametrize("sandbox", sandboxes())
 async def test_all_processes_end_with_the_command_or_its_deadline(sandbox, tmp_path, monkeypatch):
-    needs(sandbox)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if sandbox == "bubblewrap":  # the user of sandboxes has to reach it
         for folder in (tmp_path, *tmp_path.parents[:-2]):
@@ -142,7 +158,7 @@ async def test_all_processes_end_with_the_command_or_its_deadline(sandbox, tmp_p
     sleeper = f"[sys.executable, '-c', 'import time; time.sleep(600)', '{mark}']"
     child = f"import subprocess; subprocess.Popen({sleeper}, start_new_session=True)"
     await play(command(f"ask('x'); {child}", sandbox=sandbox))
-    [rollout] = await play(command(f"ask('x'); {child}; import time; time.sleep(600)", sandbox=sandbox), timeout_s=3)
+    [rollout] = await play(command(f"ask('x'); {child}; import time; time.sleep(600)", sandbox=sandbox), timeout_s=8)
     assert rollout.meta["agent"]["status"] == "timeout"
     deadline = time.monotonic() + 10
     while mark in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
@@ -151,9 +167,7 @@ async def test_all_processes_end_with_the_command_or_its_deadline(sandbox, tmp_p
     assert not list(tmp_path.glob("ludic-agent-*"))
 
 
-@pytest.mark.parametrize("sandbox", sandboxes())
 async def test_a_deep_and_a_locked_folder_are_removed(sandbox, tmp_path, monkeypatch):
-    needs(sandbox)
     made = []
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **given: made.append(real(**given)) or made[-1])
     program = """
@@ -174,7 +188,7 @@ real = tempfile.mkdtemp
 
 @pytest.mark.integration
 async def test_keys_and_secrets_are_no_arguments_of_a_process(monkeypatch):
-    needs("bubblewrap")
+    needs_bubblewrap()
     monkeypatch.setenv("LUDIC_TEST_SECRET", "hidden-secret")
     program = "ask('x'); import time; time.sleep(2); print(os.environ['LUDIC_TEST_SECRET'])"
     playing = asyncio.ensure_future(play(command(program, sandbox="bubblewrap", secrets=["LUDIC_TEST_SECRET"])))
@@ -191,7 +205,7 @@ async def test_keys_and_secrets_are_no_arguments_of_a_process(monkeypatch):
 
 @pytest.mark.integration
 async def test_a_sandbox_shows_mounted_folders_to_read_alone(tmp_path):
-    needs("bubblewrap")
+    needs_bubblewrap()
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         os.chmod(folder, 0o755)
         Path(folder, "own_library.py").write_text("VALUE = 'yes'")
@@ -210,7 +224,7 @@ except OSError:
 
 @pytest.mark.integration
 async def test_a_sandbox_has_no_way_out():
-    needs("bubblewrap")
+    needs_bubblewrap()
     program = """
 import socket
 ask("x")
@@ -248,7 +262,7 @@ print(json.dumps(found))
 
 @pytest.mark.integration
 async def test_a_fork_bomb_and_a_full_disk_end_with_the_episode():
-    needs("bubblewrap")
+    needs_bubblewrap()
     bomb = """
 ask("x")
 import subprocess
@@ -269,6 +283,101 @@ except OSError:
     assert rollout.meta["agent"]["output"].split("\n") == ["file limit", "process limit"]
 
 
+async def test_work_is_verified_when_every_process_of_the_agent_has_ended(sandbox, tmp_path):
+    (tmp_path / "check.py").write_text("""
+import os, time
+time.sleep(4)
+print("noise")
+print(0.5 if open("work").read() == "done" and not os.path.exists("late") and os.path.exists(__file__) else 0)
+""")
+    program = """
+ask("x")
+import glob, subprocess
+assert not os.path.exists("/tests") and not glob.glob("../tests"), "the agent sees the tests"
+late = "import time; time.sleep(3); open('late', 'w').close()"
+subprocess.Popen([sys.executable, "-c", late], start_new_session=True)
+open("work", "w").write("done")
+"""
+    python = sys.executable if sandbox == "none" else "/usr/bin/python3"
+    agent = command(program, sandbox=sandbox, verify=[python, "{tests}/check.py"], tests=str(tmp_path))
+    [rollout] = await play(agent)
+    assert rollout.meta["agent"]["status"] == "ended", rollout.meta["agent"]["error"]
+    assert rollout.steps[-1].info["verified"] == "noise\n0.5"
+    silent = command("ask('x')", sandbox=sandbox, verify=[python, "-c", "import sys; sys.exit('broken')"])
+    with pytest.raises(RolloutError, match=r"wrote nothing .*status 1: broken"):
+        await play(silent)
+
+
+@pytest.fixture
+def container_sandbox(sandbox):
+    if sandbox not in ("docker", "podman"):
+        pytest.skip("about containers")
+    return sandbox
+
+
+@pytest.mark.integration
+async def test_a_container_has_no_way_out_and_keeps_what_was_installed(container_sandbox):
+    program = """
+import socket
+ask("x")
+found = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if line[:6] in ("CapEff", "CapBnd", "NoNewP"))
+for name, address in {"network": ("1.1.1.1", 53), "ssh": ("127.0.0.1", 22), "own": ("127.0.0.1", 8000)}.items():
+    try:
+        socket.create_connection(address, 1).close()
+        found[name] = True
+    except OSError:
+        found[name] = False
+found["env"] = sorted(name for name in os.environ if "SECRET" in name or "DOCKER" in name)
+found["writes"] = os.access("/run/ludic", os.W_OK)
+open("/tmp/installed", "w").write("1")
+print(json.dumps(found))
+"""
+    verify = ["/usr/bin/python3", "-c", "print(open('/tmp/installed').read())"]
+    os.environ["LUDIC_TEST_SECRET"] = "hidden"
+    try:
+        [rollout] = await play(command(program, sandbox=container_sandbox, verify=verify))
+    finally:
+        del os.environ["LUDIC_TEST_SECRET"]
+    assert rollout.meta["agent"]["status"] == "ended", rollout.meta["agent"]["error"]
+    none = "0" * 16
+    assert json.loads(rollout.meta["agent"]["output"]) == {
+        "CapEff": none,
+        "CapBnd": none,
+        "NoNewPrivs": "1",
+        "env": [],
+        "writes": False,
+        "network": False,
+        "ssh": False,
+        "own": True,
+    }
+    assert rollout.steps[-1].info["verified"] == "1"
+
+
+@pytest.mark.integration
+async def test_a_container_of_a_process_that_was_killed_goes_with_the_next_run(container_sandbox):
+    machine, _, start = this_process().rsplit(" ", 2)
+    labelled = [
+        "--name",
+        "left",
+        "--label",
+        f"{OWNER}={machine} {2**22 + 1} {start}",
+        *container(container_sandbox)["container_args"],
+    ]
+    subprocess.run([container_sandbox, "create", *labelled, IMAGE, "true"], check=True, capture_output=True)
+    containers._remover.cache_clear()
+    await play(command("ask('x')", sandbox=container_sandbox))
+    assert subprocess.run([container_sandbox, "inspect", "left"], capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.integration
+async def test_a_container_that_cannot_start_says_why(container_sandbox):
+    with pytest.raises(RolloutError, match="create` of no-such-image:1 failed"):
+        await play(command("ask('x')", sandbox=container_sandbox, image="no-such-{row.kind}:1"))
+    without_python = container(container_sandbox)["container_args"][2:]
+    with pytest.raises(RolloutError, match="the image needs a python3"):
+        await play(command("ask('x')", sandbox=container_sandbox, container_args=without_python))
+
+
 @pytest.mark.parametrize(
     ("argv", "settings", "said"),
     [
@@ -278,7 +387,11 @@ except OSError:
         (["true"], {"output": "stderr"}, "agent.output"),
         (["true"], {"files": "no/such/folder"}, "agent.files"),
         (["true"], {"secrets": ["NO_SUCH_VARIABLE"]}, "agent.secrets"),
-        (["true"], {"sandbox": "docker"}, "agent.sandbox"),
+        (["true"], {"sandbox": "docker"}, "belong together"),
+        (["true"], {"image": "python:3.12"}, "belong together"),
+        (["true"], {"image": "{nope}", "sandbox": "docker"}, r"agent.image has \{nope\}"),
+        (["true"], {"verify": "true"}, r"agent.verify \('true'\) must be a list"),
+        (["true"], {"tests": "no/such/folder"}, "agent.tests"),
         (["true"], {"mounts": ["relative"]}, "agent.mounts"),
         (["true"], {"env": {"A": "{nope}"}}, r"agent.env.A has \{nope\}"),
     ],

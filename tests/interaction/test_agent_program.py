@@ -18,7 +18,7 @@ from ludic.tasks.agents import WithAgent
 from ludic.tasks.episodic import as_episodic
 from ludic.tasks.errand import Errand, run_errand
 from ludic.training import make_grpo
-from ludic.training.reward_functions import RewardFunctions
+from ludic.training.reward_functions import RewardFunctions, make_reward
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
@@ -271,6 +271,22 @@ async def test_reward_functions_get_the_output_and_the_calls_of_tools():
     assert seen["completions"] == ["x"]
     assert [call["function"]["name"] for call in seen["calls"][0]] == ["look"]
     assert seen["results"] == [["x"]]
+
+
+@pytest.mark.parametrize(("text", "reward"), [("1", 1.0), ("ran\n0.25", 0.25), ("2 passed", None), ("nan", None)])
+async def test_the_last_line_of_a_verification_is_the_reward(text, reward):
+    [rollout] = await play(one_call)
+    row = {**ROW, "prompt": "question"}
+    rollout.steps[-1].info.update(row=row, verified=text)
+    before, seen = rollout.total_reward, []
+
+    def own(completions, verified):
+        seen.extend(verified)
+        return [0.0]
+
+    errors = await RewardFunctions([make_reward("verified"), own]).score([rollout])
+    assert seen == [text]
+    assert (rollout.total_reward - before, list(errors)) == ((reward, []) if reward is not None else (0.0, [rollout.id]))
 
 
 async def test_settings_of_the_agent_are_told():

@@ -126,6 +126,9 @@ def test_an_agent_is_named_by_module_and_its_ignored_settings_are_told() -> None
     command = f"agent=['{sys.executable}',ask.py,'{{prompt}}']"
     output = run("train", *given[:2], "model=policy", command, "agent.files=own", "agent.sandbox=none", *small, "name=command")
     assert "Agent: 1 call in" in output
+    verify = ["reward=verified", f"agent.verify=['{sys.executable}',-c,'print(7)']"]
+    run("train", given[0], *verify, "model=policy", command, "agent.files=own", "agent.sandbox=none", *small, "name=verified")
+    assert {rollout["total_reward"] for rollout in read_lines(Path("runs/verified/rollouts.jsonl"))} == {7.0}
     tried = run("agent", "try", *given, "--json")
     made = json.loads(tried[tried.index("{") :])
     assert made["calls"][0]["reason"] == "root"
@@ -136,6 +139,7 @@ def test_an_agent_is_named_by_module_and_its_ignored_settings_are_told() -> None
     ("settings", "said"),
     [
         ({"agent": "bot:nothing"}, "has no 'nothing'"),
+        ({"agent": "bot:ask", "reward": "verified"}, r"set agent\.verify"),
         ({"agent": 3}, r"agent.command \(3\) must be a list"),
         ({"agent": "bot:ask", "tools": "bot:ask"}, "agent.function"),
         ({"agent": {"function": "bot:ask", "history": "all"}}, "agent.history"),
@@ -144,10 +148,9 @@ def test_an_agent_is_named_by_module_and_its_ignored_settings_are_told() -> None
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict, said: str) -> None:
+    reward = settings.pop("reward", lambda completions, **columns: [0.0 for _ in completions])
     with pytest.raises((ConfigError, TypeError), match=said):
-        GRPO(
-            "policy", lambda completions, **columns: [0.0 for _ in completions], ROWS, name="none", **{**SMALL, **settings}
-        ).train()
+        GRPO("policy", reward, ROWS, name="none", **{**SMALL, **settings}).train()
 
 
 def test_an_agent_needs_a_task_of_one_turn() -> None:

@@ -22,7 +22,7 @@ from ludic.inference.client import SamplesTokens
 from ludic.inference.gateway.gateway import Gateway
 from ludic.inference.gateway.session import Answering, Call, Limits, Session, path_of
 from ludic.inference.request import InferenceSpec
-from ludic.interaction.agent_command import AgentCommand, AgentExitError, Place
+from ludic.interaction.agent_command import AgentCommand, AgentExitError
 from ludic.interaction.single_agent import InteractionProtocol, merge_step_info
 from ludic.types import Message, Rollout, Step, StepOutcome
 from ludic.user_objects import GivenNames, import_named
@@ -57,7 +57,7 @@ class AgentUse:
 
     function: AgentFunction
     timeout_s: float | None = 600.0
-    """Of an episode."""
+    """Of an episode, and again of its verification."""
     limits: Limits = field(default_factory=Limits)
     history: str = "template"
     """`template`: the model reads the history that the chat template shows. `sampled`: all that was
@@ -117,6 +117,8 @@ class _Ended:
     """`ended`, `timeout` or `failed`."""
     error: Exception | None = None
     seconds: float = 0.0
+    verified: str | None = None
+    """What `agent.verify` wrote."""
 
 
 class AgentProtocol(InteractionProtocol):
@@ -151,28 +153,36 @@ class AgentProtocol(InteractionProtocol):
         observation, info = await await_if_needed(env.env_reset(seed=env_seed))  # type: ignore[attr-defined]
         context = GivenDialog(self._system_prompt or getattr(env, "suggested_sysprompt", None))
         context.on_env_reset(observation, info)
+        row = getattr(env, "sample", None)
         command = self._use.function if isinstance(self._use.function, AgentCommand) else None
-        with command.open_place() if command else nullcontext(Place()) as place:
+        async with command.open_workspace(row or {}) if command else nullcontext() as workspace:
             session = self._gateway.open(
                 sampling=(inference or InferenceSpec()).sampling,
                 seed=sampling_seed,
                 limits=self._use.limits,
                 prompt=observation,
                 messages=context.on_before_act(),
-                row=getattr(env, "sample", None),
-                workspace=None if place.folder is None else str(place.folder),
-                socket=place.socket,
+                row=row,
+                workspace=workspace,
+                socket=None if workspace is None else workspace.socket,
             )
             try:
+                if command:
+                    await command.start(session)
                 ended = await self._play(session)
             finally:
                 counted = await self._gateway.close_session(session)
-        if counted.error is not None:
-            raise RolloutError(f"the engine failed in a call of the agent: {describe_error(counted.error)}") from counted.error
-        if not session.calls:
-            why = f" ({describe_error(ended.error)})" if ended.error else ""
-            raise RolloutError(f"the agent made no call that the model answered{why}") from ended.error
-        trained = self._choose_trained(session.calls)
+            if counted.error is not None:
+                raise RolloutError(
+                    f"the engine failed in a call of the agent: {describe_error(counted.error)}"
+                ) from counted.error
+            if not session.calls:
+                why = f" ({describe_error(ended.error)})" if ended.error else ""
+                raise RolloutError(f"the agent made no call that the model answered{why}") from ended.error
+            trained = self._choose_trained(session.calls)
+            if command and command.verify is not None:
+                async with asyncio.timeout(self._use.timeout_s):
+                    ended.verified = await command.run_verify(session)
         outcome = await await_if_needed(env.env_step(ended.output))  # type: ignore[attr-defined]
         return [make_rollout(trained, session.calls, ended, outcome, counted)]
 
@@ -270,7 +280,8 @@ def make_rollout(
         step.info["intermediate_call"] = True
     last = steps[-1]
     last.reward, last.truncated, last.terminated = outcome.reward, is_cut or outcome.truncated, not (is_cut or outcome.truncated)
-    last.info = merge_step_info(client_info=last.info, env_info=outcome.info, extra={**measures, "parsed_action": ended.output})
+    extra = {**measures, "parsed_action": ended.output, **({} if ended.verified is None else {"verified": ended.verified})}
+    last.info = merge_step_info(client_info=last.info, env_info=outcome.info, extra=extra)
     agent = {
         "output": ended.output,
         "status": ended.status,

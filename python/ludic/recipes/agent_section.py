@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from ludic.errors import ConfigError
 from ludic.inference.gateway.session import Limits
-from ludic.interaction.agent_command import AgentCommand
+from ludic.interaction.agent_command import SANDBOXES, AgentCommand
 from ludic.interaction.agent_program import AgentUse, find_agent
 from ludic.recipes.rules import setting
 from ludic.user_objects import import_named
@@ -32,9 +32,15 @@ class AgentSection:
     `{row.COLUMN}`. The libraries of OpenAI and Anthropic find the model by their variables."""
     output: str = setting("stdout", needs="agent.command")
     """The answer of a command: `stdout`, `last_message` (of its last call), or `file:NAME`."""
-    sandbox: str = setting("auto", choices=("auto", "bubblewrap", "none"), needs="agent.command")
+    sandbox: str = setting("auto", choices=SANDBOXES, needs="agent.command")
     """`bubblewrap`: a command sees /usr, a folder of its own, and no network but the gateway.
-    `none`: it runs as you. `auto`: bubblewrap, and an error without it."""
+    `docker`, `podman`: the same in a container of `agent.image`. `none`: it runs as you. `auto`:
+    bubblewrap, or with an image docker, else podman; an error if that is not there."""
+    image: Optional[str] = setting(None, needs="agent.command")  # noqa: UP045
+    """The image of a container for each episode, such as `python:3.12` or "{row.image}". It needs a
+    python3."""
+    container_args: list[str] = field(default_factory=list, metadata={"needs": "agent.image"})
+    """Further arguments of `docker create` or `podman create`, such as [--memory, 16g]."""
     files: Optional[str] = setting(None, needs="agent.command")  # noqa: UP045
     """A folder that is copied into the folder of each episode."""
     mounts: list[str] = field(default_factory=list, metadata={"needs": "agent.command"})
@@ -44,8 +50,13 @@ class AgentSection:
     """Variables of a command, with the same placeholders."""
     secrets: list[str] = field(default_factory=list, metadata={"needs": "agent.command"})
     """Names of variables of this process that a command gets, such as keys of other services."""
+    verify: Any = field(default=None, metadata={"needs": "agent.command"})
+    """A command that is run in the folder when the agent and all its processes have ended. What it
+    writes is `verified` for reward functions; the last line is the number of `reward=verified`."""
+    tests: Optional[str] = setting(None, needs="agent.verify")  # noqa: UP045
+    """A folder that `agent.verify` sees as `{tests}`, and the agent does not."""
     timeout_s: Optional[float] = setting(600.0, above=0, needs=_AGENT)  # noqa: UP045
-    """Seconds of an episode; null: no limit."""
+    """Seconds of an episode, and again of its `verify`; null: no limit."""
     max_calls: int = setting(50, least=1, needs=_AGENT)
     """Calls of the model in an episode; later ones are refused."""
     max_tokens: Optional[int] = setting(None, least=1, needs=_AGENT)  # noqa: UP045
@@ -89,7 +100,7 @@ def build_agent(section: AgentSection, *, context: int | None) -> AgentUse | Non
     if ":" in section.train:
         values["train"] = import_named(section.train, "agent.train")
     if section.command is not None:
-        names = ("output", "sandbox", "files", "mounts", "env", "secrets")
+        names = [item.name for item in fields(AgentCommand) if item.name != "argv"]
         values["function"] = AgentCommand(section.command, **{name: getattr(section, name) for name in names})
     else:
         values["function"] = find_agent(str(section.function))

@@ -103,6 +103,11 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     functions, rollout = find_tools(recipe.tools), recipe.rollout
     agent = build_agent(recipe.agent, context=recipe.trainer.max_seq_len)
+    given = [
+        each for names in (recipe.reward, recipe.eval_reward) for each in ([names] if isinstance(names, str) else names or ())
+    ]
+    if "verified" in given and recipe.agent.verify is None:
+        raise ConfigError("reward=verified is the number that a command writes; set agent.verify=[...] too")
     if agent is not None:
         if task.max_turns > 1:
             raise ConfigError(

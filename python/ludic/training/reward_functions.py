@@ -8,8 +8,9 @@ columns of the data set, as lists, and `completion_ids`, `trainer_state`, `log_e
 and `is_eval` (whether the completions are measured and not trained on). A function gets the
 keywords in its signature, or all if it has `**kwargs`. If its signature has them, it also gets
 `tool_calls` and `tool_results`: lists of a completion's calls, in OpenAI's format, and of the texts
-that they returned. It can be a coroutine function; all coroutine functions of a batch run
-concurrently. A plain function blocks the thread that it runs in, and may have a deadline.
+that they returned; and `verified`, the text that `agent.verify` wrote, or None. It can be a
+coroutine function; all coroutine functions of a batch run concurrently. A plain function blocks the
+thread that it runs in, and may have a deadline.
 
 `register_reward` names a function for the `reward` of a recipe; the built-in verifiers have names.
 """
@@ -315,8 +316,8 @@ class RewardFunctions:
     def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput], log: _Log) -> dict[str, Any]:
         rows = [entry.row for entry in inputs]
         names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion", "completion_ids"))
-        named = [name for name in TOOLS if name in inspect.signature(function).parameters]
-        arguments: dict[str, Any] = {name: [_read_tools(entry.rollout, name) for entry in inputs] for name in named}
+        named = [name for name in NAMED if name in inspect.signature(function).parameters]
+        arguments: dict[str, Any] = {name: [_read_info(entry.rollout, name) for entry in inputs] for name in named}
         arguments |= {name: [row.get(name) for row in rows] for name in names}
         arguments |= {
             "prompts": [entry.row["prompt"] for entry in inputs],
@@ -362,7 +363,10 @@ class RewardFunctions:
         return None
 
 
-def _read_tools(rollout: Rollout, name: str) -> list[Any]:
+def _read_info(rollout: Rollout, name: str) -> Any:
+    """A keyword of `NAMED`, from the info of the steps."""
+    if name == "verified":
+        return rollout.steps[-1].info.get(name)
     infos = [{**step.info, **(step.info.get("chat_completion") or {})} for step in rollout.steps]
     return [each for info in infos for each in info.get(name) or ()]
 
@@ -498,9 +502,9 @@ def exit_error(error: SystemExit) -> Exception:
 
 
 RewardFunction = Callable[..., Any]
-TOOLS = ("tool_calls", "tool_results")
+NAMED = ("tool_calls", "tool_results", "verified")
 """Keywords of functions that name them, unless the data has columns of these names."""
-PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval", *TOOLS)
+PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval", *NAMED)
 """Keywords in addition to the columns of the data."""
 
 
@@ -543,6 +547,19 @@ def required_arguments(function: RewardFunction) -> list[str]:
     return [name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty and p.kind not in fixed]
 
 
+def verified_number(completions: Sequence[Any], verified: Sequence[str | None], **columns: Any) -> list[Any]:
+    """The number in the last line that `agent.verify` wrote; GradingError for another text."""
+    return [_last_number(text or "") for text in verified]
+
+
+def _last_number(text: str) -> float | GradingError:
+    last = text.strip().rpartition("\n")[2]
+    try:
+        return float(last)
+    except ValueError:
+        return GradingError(f"the last line of agent.verify ({last!r:.200}) must be a number: the reward")
+
+
 MakeReward = Callable[[], Callable[..., Any]]
 VERIFIERS: dict[str, MakeReward] = {
     "gsm8k": gsm8k_reward,
@@ -551,7 +568,10 @@ VERIFIERS: dict[str, MakeReward] = {
     "pure_accuracy_math": TaggedMathReward,
 }
 """The built-in ones: 1 for a right answer, 0 for any other."""
-SHARES: dict[str, MakeReward] = {"ifeval_instructions": partial(IFEvalReward, by_instruction=True)}
+SHARES: dict[str, MakeReward] = {
+    "ifeval_instructions": partial(IFEvalReward, by_instruction=True),
+    "verified": lambda: verified_number,
+}
 """Built-in ones whose reward may be between 0 and 1."""
 CODE_REWARDS = {"code": False, "code_partial": True}
 """Names for `reward` that are a task of their own, which runs programs -> whether some of the tests

@@ -73,11 +73,11 @@ def is_docker_available() -> bool:
 
 
 def is_podman_available() -> bool:
-    return _works("podman")
+    return is_program_ready("podman")
 
 
 def is_podman_hpc_available() -> bool:
-    return _works("podman-hpc")
+    return is_program_ready("podman-hpc")
 
 
 def is_singularity_available() -> bool:
@@ -127,10 +127,10 @@ def get_backend_info() -> dict[str, Any]:
     return {"environment": {"in_slurm": job is not None, "slurm_job_id": job}, "backends": backends}
 
 
-def _works(podman: str) -> bool:
-    """Whether it is installed, and says so of itself in time: this user may be without namespaces,
-    or a folder for its images."""
-    path = shutil.which(podman)
+def is_program_ready(name: str) -> bool:
+    """Whether Podman, podman-hpc or Docker's command line is installed, and says so of itself in
+    time: this user may be without namespaces, a folder for images, or a daemon."""
+    path = shutil.which(name)
     try:
         return path is not None and run_podman([path, "info"], timeout_s=TRIAL_S).returncode == 0
     except (OSError, LudicError):

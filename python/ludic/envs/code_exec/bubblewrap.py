@@ -54,13 +54,13 @@ def is_bubblewrap_available() -> bool:
         return False
     trial = [program, "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true"]
     try:
-        ended = subprocess.run(trial, capture_output=True, stdin=subprocess.DEVNULL, timeout=TRIAL_S, **_nobody())
+        ended = subprocess.run(trial, capture_output=True, stdin=subprocess.DEVNULL, timeout=TRIAL_S, **as_nobody())
     except (OSError, subprocess.TimeoutExpired):
         return False
     return ended.returncode == 0
 
 
-def _nobody() -> dict[str, Any]:
+def as_nobody() -> dict[str, Any]:
     """Arguments of Popen that give up the rights of root, if this process has them."""
     return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
 
@@ -90,7 +90,7 @@ class BubblewrapProcess(LineProcess):
             env={},
             cwd="/",
             start_new_session=True,
-            **_nobody(),
+            **as_nobody(),
         )
 
 
@@ -119,9 +119,7 @@ class BubblewrapSandboxPool(BaseSandboxPool):
 
 def sandbox_arguments(python: Path) -> list[str]:
     """The arguments of bwrap: namespaces, mounts, and the command."""
-    arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"]
-    arguments += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
-    arguments += [*list_system_mounts(python), "--proc", "/proc", "--dev", "/dev"]
+    arguments = ["--as-pid-1", *isolate(python)]
     # Reads as zeros, but cannot be mapped, which makes memory that no process is charged for.
     arguments += ["--dev-bind", "/dev/full", "/dev/zero"]
     for place, megabytes in PLACES.items():
@@ -130,6 +128,13 @@ def sandbox_arguments(python: Path) -> list[str]:
     for name, value in {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}.items():
         arguments += ["--setenv", name, value]
     return [*arguments, "--", *first_process(str(python), list(PLACES), system_call_filter=seccomp_filter())]
+
+
+def isolate(python: Path) -> list[str]:
+    """The arguments of bwrap for namespaces, no capability, and a system to read alone."""
+    arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
+    arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    return [*arguments, *list_system_mounts(python), "--proc", "/proc", "--dev", "/dev"]
 
 
 def list_system_mounts(python: Path) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -100,23 +99,30 @@ def run_podman(arguments: Sequence[str], *, timeout_s: float, failure: str | Non
     return PodmanResult(ended.returncode, ended.stdout, ended.stderr)
 
 
-class PodmanRemover(Remover):
-    """Removes the containers of Podman."""
+class ContainerRemover(Remover):
+    """Removes the containers of Podman, or of another program with its command line: Docker's."""
 
     def __init__(self, command: str | None) -> None:
         super().__init__()
         self._command = command
 
     def _list_owners(self) -> dict[str, str]:
-        podman = find_podman(self._command)
-        command = [podman, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json"]
-        listed = run_podman(command, timeout_s=END_S, failure="the containers could not be listed")
-        return {one["Names"][0]: one["Labels"][OWNER] for one in json.loads(listed.stdout or "[]")}
+        program, named = find_podman(self._command), ["--filter", f"label={OWNER}", "--format", "{{.Names}}"]
+        listed = run_podman([program, "ps", "--all", *named], timeout_s=END_S, failure="the containers could not be listed")
+        if not (names := listed.stdout.split()):
+            return {}
+        shown = f'{{{{.Name}}}}\t{{{{index .Config.Labels "{OWNER}"}}}}'
+        inspected = run_podman(
+            [program, "inspect", "--format", shown, *names], timeout_s=END_S
+        )  # without those that are gone now
+        return dict(line.removeprefix("/").split("\t", 1) for line in inspected.stdout.splitlines() if "\t" in line)
 
     def _remove(self, container: str) -> None:
-        podman = find_podman(self._command)
-        command = [podman, "rm", "--force", "--time", "0", "--ignore", container]
-        run_podman(command, timeout_s=END_S, failure=f"the container {container} could not be removed")
+        program = find_podman(self._command)
+        at_once = [] if os.path.basename(program) == "docker" else ["--time", "0", "--ignore"]
+        ended = run_podman([program, "rm", "--force", *at_once, container], timeout_s=END_S)
+        if ended.returncode and "No such container" not in ended.stderr:
+            raise PodmanError(f"the container {container} could not be removed: {ended.stderr.strip()[-500:]}")
 
 
 class PodmanClient(subprocess.Popen[bytes]):
@@ -154,7 +160,7 @@ class PodmanProcess(LineProcess):
 
     def __init__(self, name: str, image: str, config: PodmanConfig, users: Users, remover: Remover | None = None) -> None:
         self._podman, self._prefix, self._image, self._config = find_podman(config.command), name, image, config
-        self._users, self._remover = users, remover or PodmanRemover(config.command)
+        self._users, self._remover = users, remover or ContainerRemover(config.command)
         if config.gpu and not self._podman.endswith("-hpc"):
             raise ConfigError("gpu=True needs podman-hpc; for podman, give extra_args what your driver asks for")
         super().__init__([], start_timeout_s=START_S, name=f"the container {name}", longest_reply=LONGEST_REPLY)
@@ -245,7 +251,7 @@ class PodmanHPCSandboxPool(ContainerPool):
     ) -> None:
         self._image, self._config = image, config or PodmanConfig()
         settings = (n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
-        super().__init__(self._parse_python_version(image), PodmanRemover(self._config.command), *settings)
+        super().__init__(self._parse_python_version(image), ContainerRemover(self._config.command), *settings)
         check_value("workspace_base_dir", workspace_base_dir, "what programs write is in memory", choices=["auto"])
 
     def _fetch_image(self) -> None:

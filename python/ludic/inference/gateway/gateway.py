@@ -114,7 +114,7 @@ class Gateway:
         prompt: str = "",
         messages: Sequence[Message] = (),
         row: Mapping[str, Any] | None = None,
-        workspace: str | None = None,
+        workspace: Any = None,
         socket: Path | None = None,
     ) -> Session:
         """A session for one episode. `socket`: a file at which this session alone is served, for an

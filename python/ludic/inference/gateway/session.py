@@ -96,8 +96,8 @@ class Session:
     shows the model of it is up to the agent."""
     model: str = "policy"
     seed: int | None = None
-    workspace: str | None = None
-    """The folder of the episode, for commands."""
+    workspace: Any = None
+    """The `Workspace` of the episode, for commands."""
     calls: list[Call] = field(default_factory=list)
     _clients: list[Any] = field(default_factory=list, repr=False)
 

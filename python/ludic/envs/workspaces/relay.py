@@ -2,12 +2,15 @@
 the sandbox's loopback device, and runs the agent.
 
 This file is run as a script by an interpreter that imports only the standard library:
-`relay.py SOCKET PORT COMMAND...`. It ends as the command did.
+`relay.py SOCKET PORT COMMAND...`. Its input is the variables of the command, as JSON, which the
+arguments of a process would show to every user. It ends as the command did.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import resource
 import sys
 
@@ -27,6 +30,8 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def main(path: str, port: int, command: list[str]) -> int:
+    os.environ.update(json.load(sys.stdin))
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_unix_connection(path)
@@ -40,7 +45,7 @@ async def main(path: str, port: int, command: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     async with server:
         try:
-            process = await asyncio.create_subprocess_exec(*command)
+            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
         except OSError as error:
             print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
             return 127
