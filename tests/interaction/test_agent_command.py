@@ -4,10 +4,13 @@ remains."""
 import asyncio
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -92,7 +95,10 @@ async def play(agent, *, count=1, **settings):
     )
     inference = InferenceSpec(SamplingParams(1.0, 40), ReturnSpec.for_rl())
     requests = [
-        RolloutRequest(EnvSpec("question"), ProtocolSpec("agent"), sampling_seed=i, inference=inference) for i in range(count)
+        RolloutRequest(
+            EnvSpec("question"), ProtocolSpec("agent"), sampling_seed=i, inference=inference, meta={"group_id": str(i)}
+        )
+        for i in range(count)
     ]
     try:
         return await engine.generate_rollouts(requests, max_steps=1, for_training=True)
@@ -161,7 +167,7 @@ async def test_all_processes_end_with_the_command_or_its_deadline(sandbox, tmp_p
     [rollout] = await play(command(f"ask('x'); {child}; import time; time.sleep(600)", sandbox=sandbox), timeout_s=8)
     assert rollout.meta["agent"]["status"] == "timeout"
     deadline = time.monotonic() + 10
-    while mark in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
+    while mark in subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
     assert not list(tmp_path.glob("ludic-agent-*"))
@@ -187,6 +193,46 @@ real = tempfile.mkdtemp
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("sandbox", ["none", "bubblewrap"], indirect=True)
+async def test_a_process_of_an_agent_that_is_killed_costs_its_own_episode_alone(sandbox, tmp_path, monkeypatch):
+    """50 kills at random moments, of any process between this one and the agent."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o711)
+    mark, draw, killed = f"agent-{os.getpid()}-{sandbox}", random.Random(7), []
+
+    def processes():
+        shown = subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        return [int(line.split()[0]) for line in shown.splitlines() if mark in line]
+
+    async def kill_some():
+        while len(killed) < 50:
+            await asyncio.sleep(draw.uniform(0.02, 0.2))
+            if found := processes():
+                pid = draw.choice(found)
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+
+    killer, rollouts = asyncio.ensure_future(kill_some()), []
+    while not killer.done():
+        with suppress(RolloutError):  # all of these were killed
+            agent = command("import time; ask('x'); time.sleep(0.3); print(ask('y'))", mark, sandbox=sandbox)
+            rollouts += await play(agent, count=8, on_error="lose")
+    rollouts += await play(agent, count=2, on_error="lose")
+    assert len(rollouts) >= 2
+    assert {(rollout.total_reward, len(rollout.steps), rollout.meta["agent"]["status"]) for rollout in rollouts} == {
+        (1.0, 2, "ended")
+    }
+    deadline = time.monotonic() + 10
+    while processes():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert not list(tmp_path.glob("ludic-agent-*"))
+    assert "ludic-agent-" not in Path("/proc/net/unix").read_text()
+
+
+@pytest.mark.integration
 async def test_keys_and_secrets_are_no_arguments_of_a_process(monkeypatch):
     needs_bubblewrap()
     monkeypatch.setenv("LUDIC_TEST_SECRET", "hidden-secret")
@@ -194,7 +240,7 @@ async def test_keys_and_secrets_are_no_arguments_of_a_process(monkeypatch):
     playing = asyncio.ensure_future(play(command(program, sandbox="bubblewrap", secrets=["LUDIC_TEST_SECRET"])))
     seen = ""
     while not playing.done():
-        seen += subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        seen += subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout
         await asyncio.sleep(0.1)
     [rollout] = playing.result()
     assert rollout.meta["agent"]["output"] == "hidden-secret"

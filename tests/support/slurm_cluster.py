@@ -121,7 +121,7 @@ class SlurmCluster:
 
     def processes(self) -> str:
         """The command lines of all processes of the cluster."""
-        return self.run("ps", "-eo", "args")
+        return self.run("ps", "-ewwo", "args")
 
 
 def wait_until(holds, what: str, deadline_s: float = DEADLINE_S) -> None:
