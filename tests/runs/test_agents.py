@@ -144,6 +144,9 @@ def test_an_agent_is_named_by_module_and_its_ignored_settings_are_told() -> None
         ({"agent": "bot:ask", "tools": "bot:ask"}, "agent.function"),
         ({"agent": {"function": "bot:ask", "history": "all"}}, "agent.history"),
         ({"agent": {"max_calls": 3}}, "agent.max_calls"),
+        ({"agent": {"preset": "nothing"}}, r"agent.preset \(nothing\)"),
+        ({"agent": {"preset": "mini-swe-agent", "function": "bot:ask"}}, r"agent.preset .*agent.function"),
+        ({"agent": {"preset": "mini-swe-agent", "sandbox": "none"}}, r"agent.command \(mini\) is no program"),
         ({"agent": {"function": "bot:ask", "context": 5000}}, r"agent.context \(5000\) .*trainer.max_seq_len"),
     ],
 )

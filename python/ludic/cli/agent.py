@@ -32,7 +32,7 @@ def try_command(arguments: Sequence[str], *, json_only: bool) -> int:
     """Play one episode of the recipe's agent, and show its calls."""
     recipe = _read(arguments)
     if not has_agent(recipe.agent):
-        raise ConfigError("there is no agent to try; set agent.function=module:function or agent.command=[...]")
+        raise ConfigError("there is no agent to try; set agent.function=module:function, agent.command=[...] or agent.preset")
 
     def work(console: Console) -> tuple[int, str]:
         rows, agent, line = asyncio.run(_try(recipe, console))
@@ -47,7 +47,7 @@ def try_command(arguments: Sequence[str], *, json_only: bool) -> int:
 
 def serve_command(arguments: Sequence[str], *, port: int) -> int:
     """Serve the model at an address until Ctrl-C, and show the calls."""
-    is_given = any(each.startswith(("agent=", "agent.function", "agent.command")) for each in arguments)
+    is_given = any(each.startswith(("agent=", "agent.function", "agent.command", "agent.preset")) for each in arguments)
     # Other settings of the section need an agent: here it is started by hand.
     recipe = _read([*arguments, *([] if is_given else ["agent.function=started:by_hand"])])
 

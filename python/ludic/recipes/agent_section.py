@@ -12,7 +12,15 @@ from ludic.interaction.agent_program import AgentUse, find_agent
 from ludic.recipes.rules import setting
 from ludic.user_objects import import_named
 
-_AGENT = "agent.function or agent.command"
+_COMMAND = "agent.command or agent.preset"
+_AGENT = f"agent.function or {_COMMAND}"
+PRESETS: dict[str, dict[str, Any]] = {
+    "mini-swe-agent": {
+        "argv": ["mini", "--task", "{prompt}", "--model", "openai/{model}", "--yolo", "--exit-immediately", "--cost-limit", "0"],
+        "env": {"MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1", "MSWEA_COST_TRACKING": "ignore_errors"},
+    },
+}
+"""Known programs: their commands and variables."""
 
 
 @dataclass
@@ -30,27 +38,29 @@ class AgentSection:
     """A program in place of a function: a list such as [python3, agent.py, "{prompt}"], with
     `{prompt}`, `{prompt_file}`, `{workspace}`, `{base_url}`, `{api_key}`, `{model}` and
     `{row.COLUMN}`. The libraries of OpenAI and Anthropic find the model by their variables."""
-    output: str = setting("stdout", needs="agent.command")
+    preset: Optional[str] = setting(None, choices=tuple(PRESETS), excludes="agent.function or agent.command")  # noqa: UP045
+    """The command and the variables of a known program: mini-swe-agent."""
+    output: str = setting("stdout", needs=_COMMAND)
     """The answer of a command: `stdout`, `last_message` (of its last call), or `file:NAME`."""
-    sandbox: str = setting("auto", choices=SANDBOXES, needs="agent.command")
+    sandbox: str = setting("auto", choices=SANDBOXES, needs=_COMMAND)
     """`bubblewrap`: a command sees /usr, a folder of its own, and no network but the gateway.
     `docker`, `podman`: the same in a container of `agent.image`. `none`: it runs as you. `auto`:
     bubblewrap, or with an image docker, else podman; an error if that is not there."""
-    image: Optional[str] = setting(None, needs="agent.command")  # noqa: UP045
+    image: Optional[str] = setting(None, needs=_COMMAND)  # noqa: UP045
     """The image of a container for each episode, such as `python:3.12` or "{row.image}". It needs a
     python3."""
     container_args: list[str] = field(default_factory=list, metadata={"needs": "agent.image"})
     """Further arguments of `docker create` or `podman create`, such as [--memory, 16g]."""
-    files: Optional[str] = setting(None, needs="agent.command")  # noqa: UP045
+    files: Optional[str] = setting(None, needs=_COMMAND)  # noqa: UP045
     """A folder that is copied into the folder of each episode."""
-    mounts: list[str] = field(default_factory=list, metadata={"needs": "agent.command"})
+    mounts: list[str] = field(default_factory=list, metadata={"needs": _COMMAND})
     """Folders that a sandbox shows too, to read alone, such as a virtual environment and the
     interpreter that it was made from."""
-    env: dict[str, str] = field(default_factory=dict, metadata={"needs": "agent.command"})
+    env: dict[str, str] = field(default_factory=dict, metadata={"needs": _COMMAND})
     """Variables of a command, with the same placeholders."""
-    secrets: list[str] = field(default_factory=list, metadata={"needs": "agent.command"})
+    secrets: list[str] = field(default_factory=list, metadata={"needs": _COMMAND})
     """Names of variables of this process that a command gets, such as keys of other services."""
-    verify: Any = field(default=None, metadata={"needs": "agent.command"})
+    verify: Any = field(default=None, metadata={"needs": _COMMAND})
     """A command that is run in the folder when the agent and all its processes have ended. What it
     writes is `verified` for reward functions; the last line is the number of `reward=verified`."""
     tests: Optional[str] = setting(None, needs="agent.verify")  # noqa: UP045
@@ -88,7 +98,7 @@ class AgentSection:
 
 def has_agent(section: AgentSection) -> bool:
     """Whether an agent plays the episodes."""
-    return section.function is not None or section.command is not None
+    return any(each is not None for each in (section.function, section.command, section.preset))
 
 
 def build_agent(section: AgentSection, *, context: int | None) -> AgentUse | None:
@@ -99,11 +109,12 @@ def build_agent(section: AgentSection, *, context: int | None) -> AgentUse | Non
     values = {item.name: getattr(section, item.name) for item in fields(AgentUse) if hasattr(section, item.name)}
     if ":" in section.train:
         values["train"] = import_named(section.train, "agent.train")
-    if section.command is not None:
-        names = [item.name for item in fields(AgentCommand) if item.name != "argv"]
-        values["function"] = AgentCommand(section.command, **{name: getattr(section, name) for name in names})
+    if section.function is not None:
+        values["function"] = find_agent(section.function)
     else:
-        values["function"] = find_agent(str(section.function))
+        known = {"argv": section.command, "env": {}} if section.preset is None else PRESETS[section.preset]
+        given = {item.name: getattr(section, item.name) for item in fields(AgentCommand) if item.name != "argv"}
+        values["function"] = AgentCommand(**{**given, **known, "env": {**known["env"], **section.env}})
     if section.context is not None and context is not None and section.context > context:
         raise ConfigError(
             f"agent.context ({section.context}) is more than trainer.max_seq_len ({context}) trains; lower it, or raise that"

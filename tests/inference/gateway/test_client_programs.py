@@ -17,6 +17,7 @@ from ludic.envs import DatasetQAEnv
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction.agent_command import AgentCommand
 from ludic.interaction.agent_program import AgentUse
+from ludic.recipes.agent_section import PRESETS, AgentSection, build_agent
 
 PYTHON = os.environ.get("LUDIC_CLIENTS_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="`make accept-agents` runs it in an environment with these libraries")
@@ -83,11 +84,8 @@ REWRITES = {"smolagents:tools"}
 """It shows a call as text of its own, and not as it was made: each of its calls is a branch."""
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-def test_every_answer_that_came_back_is_continued(name):
-    script, said = CLIENTS[name]
+def play(command, script):
     tokenizer = bpe_tokenizer()
-    command = AgentCommand([str(PYTHON), str(PROGRAMS), name], sandbox="none", env=QUIET)
     use = AgentUse(command, unsupported="ignore", timeout_s=240, on_error="lose", on_timeout="lose")
     protocol = use.make_protocol(ScriptedSampler(tokenizer, script), system_prompt=None)
     inference = InferenceSpec(SamplingParams(1.0, 4000), ReturnSpec.for_rl())
@@ -96,6 +94,25 @@ def test_every_answer_that_came_back_is_continued(name):
         [rollout] = asyncio.run(protocol.run(env=DatasetQAEnv(row), max_steps=1, sampling_seed=0, inference=inference))
     finally:
         use.close()
+    return rollout
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_play_an_episode(name, monkeypatch, tmp_path):
+    """Each preset is a program that works in a shell."""
+    monkeypatch.setenv("PATH", f"{Path(str(PYTHON)).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "check.py").write_text("print(int(open('f').read()) - 1)")
+    section = AgentSection(preset=name, sandbox="none", env=QUIET, verify=[str(PYTHON), "{tests}/check.py"], tests=str(tmp_path))
+    use = build_agent(section, context=None)
+    rollout = play(use.function, works_in_a_shell)
+    assert [step.info["reason"] for step in rollout.steps] == ["root", "continues", "continues", "continues"]
+    assert rollout.steps[-1].info["verified"] == "1"
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_every_answer_that_came_back_is_continued(name):
+    script, said = CLIENTS[name]
+    rollout = play(AgentCommand([str(PYTHON), str(PROGRAMS), name], sandbox="none", env=QUIET), script)
     steps = {step.info["call"]: step for step in rollout.steps}
     assert said in rollout.meta["agent"]["output"]
     assert len(steps) >= 3

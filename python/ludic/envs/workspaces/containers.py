@@ -46,9 +46,8 @@ class ContainerWorkspace(Workspace):
 
     async def start(self, files: Path | None, texts: Mapping[str, str]) -> None:
         await asyncio.to_thread(_remover, self._program)
-        copied = await asyncio.to_thread(self._copy, files, "workspace")
-        for name, text in texts.items():
-            (copied / name).write_text(text, encoding="utf-8")
+        await super().start(files, texts)
+        copied = self._base / "workspace"
         for path in (copied, *copied.rglob("*"), *(self._base / "run").iterdir()):
             if not path.is_symlink():  # the image says as which user its programs run
                 path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666))

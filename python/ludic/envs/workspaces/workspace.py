@@ -66,9 +66,11 @@ class Workspace(ABC):
         path = SANDBOX_PATH if self.is_contained else os.environ.get("PATH", "")
         return {"PATH": path, "HOME": self.folder, "LANG": "C.UTF-8"}
 
-    @abstractmethod
     async def start(self, files: Path | None, texts: Mapping[str, str]) -> None:
         """Make the folder, with a copy of `files`, and files of `texts` by their names."""
+        copied = await asyncio.to_thread(self._copy, files, "workspace")
+        for name, text in texts.items():
+            (copied / name).write_text(text, encoding="utf-8")
 
     @abstractmethod
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
@@ -110,11 +112,6 @@ class FolderWorkspace(Workspace):
         super().__init__()
         if not self.is_contained:
             self.folder = str(self._base / "workspace")
-
-    async def start(self, files: Path | None, texts: Mapping[str, str]) -> None:
-        copied = await asyncio.to_thread(self._copy, files, "workspace")
-        for name, text in texts.items():
-            (copied / name).write_text(text, encoding="utf-8")
 
     async def put(self, source: Path, name: str) -> str:
         return str(await asyncio.to_thread(self._copy, source, name))
