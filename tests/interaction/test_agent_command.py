@@ -23,6 +23,7 @@ from ludic.envs import DatasetQAEnv
 from ludic.envs.code_exec.bubblewrap import is_bubblewrap_available
 from ludic.envs.code_exec.containers import OWNER, this_process
 from ludic.envs.workspaces import containers
+from ludic.envs.workspaces.workspace import BubblewrapWorkspace, FolderWorkspace
 from ludic.errors import ConfigError, RolloutError
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction.agent_command import AgentCommand, fill
@@ -339,7 +340,7 @@ print(0.5 if open("work").read() == "done" and not os.path.exists("late") and os
     program = """
 ask("x")
 import glob, subprocess
-assert not os.path.exists("/tests") and not glob.glob("../tests"), "the agent sees the tests"
+assert not glob.glob("/run/ludic/tests*") and not glob.glob("../run/tests*"), "the agent sees the tests"
 late = "import time; time.sleep(3); open('late', 'w').close()"
 subprocess.Popen([sys.executable, "-c", late], start_new_session=True)
 open("work", "w").write("done")
@@ -349,9 +350,64 @@ open("work", "w").write("done")
     [rollout] = await play(agent)
     assert rollout.meta["agent"]["status"] == "ended", rollout.meta["agent"]["error"]
     assert rollout.steps[-1].info["verified"] == "noise\n0.5"
-    silent = command("ask('x')", sandbox=sandbox, verify=[python, "-c", "import sys; sys.exit('broken')"])
-    with pytest.raises(RolloutError, match=r"wrote nothing .*status 1: broken"):
-        await play(silent)
+
+
+@pytest.mark.parametrize(
+    ("verify", "said"),
+    [
+        ("import sys; sys.exit('broken')", "wrote '' and ended with status 1: broken"),
+        ("import os; print(1, flush=True); os.kill(os.getpid(), 9)", "wrote '1' and ended with status"),
+        ("import time; time.sleep(600)", "TimeoutError"),
+    ],
+)
+async def test_a_verification_that_fails_has_written_nothing_or_loses_the_episode(sandbox, verify, said, caplog):
+    python = sys.executable if sandbox == "none" else "/usr/bin/python3"
+    agent = command("ask('x')", sandbox=sandbox, verify=[python, "-c", verify])
+    [rollout] = await play(agent, timeout_s=5)
+    assert rollout.steps[-1].info["verified"] == ""
+    assert said in caplog.text
+    if sandbox == "none" and "broken" in said:
+        with pytest.raises(RolloutError, match=r"agent\.verify failed"):
+            await play(agent, timeout_s=5, on_error="lose")
+
+
+async def test_a_pipe_is_no_output_and_a_narrow_umask_does_no_harm(sandbox):
+    before = os.umask(0o077)
+    try:
+        [rollout] = await play(command("ask('x'); os.mkfifo('pipe')", sandbox=sandbox, output="file:pipe"), timeout_s=30)
+    finally:
+        os.umask(before)
+    assert (rollout.meta["agent"]["status"], rollout.meta["agent"]["output"]) == ("ended", "")
+
+
+@pytest.mark.parametrize("sandbox", ["none", "bubblewrap"], indirect=True)
+async def test_a_cancelled_command_leaves_nothing(sandbox, tmp_path, monkeypatch):
+    """Cancelled at moments of its start, 40 times."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o711)
+    mark, draw = f"cancelled-{os.getpid()}-{sandbox}", random.Random(3)
+    python = sys.executable if sandbox == "none" else "/usr/bin/python3"
+    (tmp_path / "files").mkdir()
+    files, seconds = len(os.listdir("/proc/self/fd")), []
+    for _ in range(40):
+        workspace = FolderWorkspace() if sandbox == "none" else BubblewrapWorkspace()
+        await workspace.start(tmp_path / "files", {"a": "b"})
+        running = asyncio.ensure_future(workspace.exec([python, "-c", "import time; time.sleep(600)", mark], {}))
+        await asyncio.sleep(draw.uniform(0, 0.08))
+        running.cancel()
+        begun = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await workspace.stop()
+        seconds.append(time.monotonic() - begun)
+    deadline = time.monotonic() + 10
+    while mark in subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert max(seconds) < 20, seconds
+    assert len(os.listdir("/proc/self/fd")) <= files + 2  # of the event loop
+    assert not list(tmp_path.glob("ludic-agent-*"))
 
 
 @pytest.fixture
@@ -381,7 +437,8 @@ print(json.dumps(found))
     verify = ["/usr/bin/python3", "-c", "print(open('/tmp/installed').read())"]
     os.environ["LUDIC_TEST_SECRET"] = "hidden"
     try:
-        [rollout] = await play(command(program, sandbox=container_sandbox, verify=verify))
+        arguments = [*container(container_sandbox)["container_args"], "--volume", "/anonymous"]
+        [rollout] = await play(command(program, sandbox=container_sandbox, verify=verify, container_args=arguments))
     finally:
         del os.environ["LUDIC_TEST_SECRET"]
     assert rollout.meta["agent"]["status"] == "ended", rollout.meta["agent"]["error"]
@@ -397,6 +454,23 @@ print(json.dumps(found))
         "own": True,
     }
     assert rollout.steps[-1].info["verified"] == "1"
+    volumes = subprocess.run([container_sandbox, "volume", "ls", "--quiet"], capture_output=True, text=True, check=True)
+    assert volumes.stdout == ""
+
+
+@pytest.mark.integration
+async def test_a_cancelled_start_of_a_container_leaves_nothing(container_sandbox):
+    draw, arguments = random.Random(4), container(container_sandbox)["container_args"]
+    listing = [container_sandbox, "ps", "--all", "--quiet"]
+    for _ in range(8):
+        workspace = containers.ContainerWorkspace(container_sandbox, IMAGE, arguments=arguments)
+        starting = asyncio.ensure_future(workspace.start(None, {}))
+        await asyncio.sleep(draw.uniform(0, 1))
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            await starting
+        await workspace.stop()
+        assert subprocess.run(listing, capture_output=True, text=True, check=True).stdout == ""
 
 
 @pytest.mark.integration
@@ -417,7 +491,7 @@ async def test_a_container_of_a_process_that_was_killed_goes_with_the_next_run(c
 
 @pytest.mark.integration
 async def test_a_container_that_cannot_start_says_why(container_sandbox):
-    with pytest.raises(RolloutError, match="create` of no-such-image:1 failed"):
+    with pytest.raises(RolloutError, match="pull` of no-such-image:1 failed"):
         await play(command("ask('x')", sandbox=container_sandbox, image="no-such-{row.kind}:1"))
     without_python = container(container_sandbox)["container_args"][2:]
     with pytest.raises(RolloutError, match="the image needs a python3"):
@@ -439,6 +513,8 @@ async def test_a_container_that_cannot_start_says_why(container_sandbox):
         (["true"], {"verify": "true"}, r"agent.verify \('true'\) must be a list"),
         (["true"], {"tests": "no/such/folder"}, "agent.tests"),
         (["true"], {"mounts": ["relative"]}, "agent.mounts"),
+        (["true"], {"mounts": ["/usr"]}, "agent.sandbox is none"),
+        (["true", "{tests}"], {}, r"agent.command has \{tests\}"),
         (["true"], {"env": {"A": "{nope}"}}, r"agent.env.A has \{nope\}"),
     ],
 )

@@ -273,7 +273,7 @@ async def test_reward_functions_get_the_output_and_the_calls_of_tools():
     assert seen["results"] == [["x"]]
 
 
-@pytest.mark.parametrize(("text", "reward"), [("1", 1.0), ("ran\n0.25", 0.25), ("2 passed", None), ("nan", None)])
+@pytest.mark.parametrize(("text", "reward"), [("1", 1.0), ("ran\n0.25", 0.25), ("", 0.0), ("2 passed", None), ("nan", None)])
 async def test_the_last_line_of_a_verification_is_the_reward(text, reward):
     [rollout] = await play(one_call)
     row = {**ROW, "prompt": "question"}

@@ -22,6 +22,8 @@ SHOWN = 2000
 """Characters of a command's errors in messages."""
 SANDBOXES = ("auto", "bubblewrap", "docker", "podman", "none")
 PROMPT_FILE = ".prompt"
+CANNOT_RUN = 126
+"""The least status of a command that a shell could not run, or that a signal ended."""
 
 
 class AgentExitError(RolloutError):
@@ -52,7 +54,7 @@ class AgentCommand:
     """`stdout`, `last_message` (the text of the last call), or `file:NAME` in the folder."""
     sandbox: str = "auto"
     image: str | None = None
-    """Of a container; it may have the same placeholders."""
+    """Of a container; it may have `{row.COLUMN}`."""
     container_args: Sequence[str] = ()
     """Further arguments of `docker create` or `podman create`."""
     files: str | None = None
@@ -64,7 +66,8 @@ class AgentCommand:
     secrets: Sequence[str] = ()
     verify: Sequence[str] | None = None
     """A command that is run in the folder when all processes of the agent have ended; what it
-    writes is `verified` for reward functions. It may also have `{tests}`."""
+    writes is `verified` for reward functions. It may also have `{tests}`. It runs programs of the
+    sandbox, which in a container the agent may have replaced."""
     tests: str | None = None
     """A folder that only `verify` sees, as `{tests}`."""
 
@@ -94,13 +97,15 @@ class AgentCommand:
             raise ConfigError(
                 f"agent.sandbox ({self.sandbox}) and agent.image ({self.image}) belong together: docker or podman needs one"
             )
+        if chosen == "none" and self.mounts:
+            raise ConfigError("agent.mounts are of a sandbox, and agent.sandbox is none; leave one out")
         if chosen == "none":
             if shutil.which(self.argv[0]) is None and "{" not in self.argv[0]:
                 raise ConfigError(f"agent.command ({self.argv[0]}) is no program on PATH; give its path")
         elif not (is_bubblewrap_available() if chosen == "bubblewrap" else is_program_ready(chosen)):
             raise ConfigError(
                 f"agent.sandbox ({self.sandbox}) needs {chosen}, and it is not installed or may not be used here; install it, or set "
-                "agent.sandbox=none to run the command without a sandbox"
+                "agent.sandbox=none, without an image, to run the command without a sandbox"
             )
 
     @property
@@ -145,11 +150,13 @@ class AgentCommand:
         return output
 
     async def run_verify(self, session: Session) -> str:
-        """Run `verify`. Returns what it wrote; RolloutError if that is nothing."""
+        """Run `verify`. Returns what it wrote; RolloutError if that is nothing, or if it could not
+        be run or was killed."""
         tests = {} if self.tests is None else {"tests": await session.workspace.put(Path(self.tests), "tests")}
         ended = await self._run(self.verify or (), session, tests, "agent.verify")
-        if not ended.stdout.strip():
-            raise RolloutError(f"agent.verify wrote nothing and ended with status {ended.code}: {ended.stderr[-SHOWN:].strip()}")
+        if not ended.stdout.strip() or not 0 <= ended.code < CANNOT_RUN:
+            wrote = f"wrote {ended.stdout.strip()[-SHOWN:]!r} and ended with status {ended.code}"
+            raise RolloutError(f"agent.verify {wrote}: {ended.stderr[-SHOWN:].strip()}")
         return ended.stdout.strip()
 
     async def _run(self, argv: Sequence[str], session: Session, more: Mapping[str, str], setting: str) -> Ended:
@@ -179,7 +186,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _PLACE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-_NAMES = ("prompt", "prompt_file", "workspace", "base_url", "api_key", "model", "tests")
+_NAMES = ("prompt", "prompt_file", "workspace", "base_url", "api_key", "model")
 
 
 def fill(text: str, values: Mapping[str, Any], *, check: bool = False, setting: str = "agent.command") -> str:
@@ -194,8 +201,9 @@ def fill(text: str, values: Mapping[str, Any], *, check: bool = False, setting: 
         name = match[1]
         if name is None:
             return match[0][0]
-        if name not in _NAMES and not name.startswith("row."):
-            raise ConfigError(f"{setting} has {{{name}}}; it may have {', '.join(_NAMES)} and row.COLUMN, or {{{{ for a brace")
+        known = {"agent.image": (), "agent.verify": (*_NAMES, "tests")}.get(setting, _NAMES)
+        if name not in known and not name.startswith("row."):
+            raise ConfigError(f"{setting} has {{{name}}}; it may have {', '.join((*known, 'row.COLUMN'))}, or {{{{ for a brace")
         if check:
             return ""
         if name not in values:

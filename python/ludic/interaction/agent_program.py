@@ -181,8 +181,7 @@ class AgentProtocol(InteractionProtocol):
                 raise RolloutError(f"the agent made no call that the model answered{why}") from ended.error
             trained = self._choose_trained(session.calls)
             if command and command.verify is not None:
-                async with asyncio.timeout(self._use.timeout_s):
-                    ended.verified = await command.run_verify(session)
+                ended.verified = await self._verify(command, session)
         outcome = await await_if_needed(env.env_step(ended.output))  # type: ignore[attr-defined]
         return [make_rollout(trained, session.calls, ended, outcome, counted)]
 
@@ -204,10 +203,27 @@ class AgentProtocol(InteractionProtocol):
         rule = self._use.on_timeout if ended.status == "timeout" else self._use.on_error
         if ended.error is not None and (rule == "lose" or isinstance(ended.error, ConfigError)):
             raise RolloutError(f"the agent {ended.status}: {describe_error(ended.error)}") from ended.error
-        if ended.error is not None and session.calls and (told := describe_error(ended.error)) not in self._use.told:
-            self._use.told.add(told)
-            logger.warning("the agent failed with %s; the same is not told again", told, exc_info=ended.error)
+        if ended.error is not None and session.calls:
+            self._tell("the agent", ended.error)
         return ended
+
+    async def _verify(self, command: AgentCommand, session: Session) -> str:
+        """What `verify` writes. One that fails is the agent's doing, as far as can be known: it has
+        written nothing, unless `on_error` loses the episode."""
+        try:
+            async with asyncio.timeout(self._use.timeout_s):
+                return await command.run_verify(session)
+        except (TimeoutError, RolloutError) as error:
+            if self._use.on_error == "lose":
+                raise RolloutError(f"agent.verify failed: {describe_error(error)}") from error
+            self._tell("agent.verify", error)
+            return ""
+
+    def _tell(self, who: str, error: Exception) -> None:
+        """Log an error, each once."""
+        if (told := f"{who} failed with {describe_error(error)}") not in self._use.told:
+            self._use.told.add(told)
+            logger.warning("%s; the same is not told again", told, exc_info=error)
 
     async def _call(self, session: Session) -> Any:
         function = self._use.function

@@ -62,7 +62,9 @@ class AgentSection:
     """Names of variables of this process that a command gets, such as keys of other services."""
     verify: Any = field(default=None, metadata={"needs": _COMMAND})
     """A command that is run in the folder when the agent and all its processes have ended. What it
-    writes is `verified` for reward functions; the last line is the number of `reward=verified`."""
+    writes is `verified` for reward functions; the last line is the number of `reward=verified`. If
+    it fails, `agent.on_error` decides: nothing is written, and the number is 0, or the episode is
+    lost."""
     tests: Optional[str] = setting(None, needs="agent.verify")  # noqa: UP045
     """A folder that `agent.verify` sees as `{tests}`, and the agent does not."""
     timeout_s: Optional[float] = setting(600.0, above=0, needs=_AGENT)  # noqa: UP045

@@ -548,11 +548,14 @@ def required_arguments(function: RewardFunction) -> list[str]:
 
 
 def verified_number(completions: Sequence[Any], verified: Sequence[str | None], **columns: Any) -> list[Any]:
-    """The number in the last line that `agent.verify` wrote; GradingError for another text."""
+    """The number in the last line that `agent.verify` wrote, 0 if it failed; GradingError for
+    another text."""
     return [_last_number(text or "") for text in verified]
 
 
 def _last_number(text: str) -> float | GradingError:
+    if not text:
+        return 0.0
     last = text.strip().rpartition("\n")[2]
     try:
         return float(last)

@@ -23,10 +23,10 @@ class Client:
         self.failures, self.removed = list(failures), threading.Event()
         self.api = self
 
-    def remove_container(self, name, *, force):
+    def remove_container(self, name, *, force, v):
         if self.failures:
             raise self.failures.pop(0)
-        assert (name, force) == ("fake", True)
+        assert (name, force, v) == ("fake", True, True)
         self.removed.set()
 
 

@@ -92,7 +92,7 @@ class DockerRemover(Remover):
         deadline = time.monotonic() + END_S
         while True:
             try:
-                return self._connected().api.remove_container(container, force=True)
+                return self._connected().api.remove_container(container, force=True, v=True)
             except not_found:
                 return None
             except failures as error:  # it is being removed, or the daemon starts again

@@ -120,7 +120,7 @@ class ContainerRemover(Remover):
     def _remove(self, container: str) -> None:
         program = find_podman(self._command)
         at_once = [] if os.path.basename(program) == "docker" else ["--time", "0", "--ignore"]
-        ended = run_podman([program, "rm", "--force", *at_once, container], timeout_s=END_S)
+        ended = run_podman([program, "rm", "--force", "--volumes", *at_once, container], timeout_s=END_S)
         if ended.returncode and "No such container" not in ended.stderr:
             raise PodmanError(f"the container {container} could not be removed: {ended.stderr.strip()[-500:]}")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,9 +12,11 @@ from uuid import uuid4
 
 from ludic.envs.code_exec.containers import OWNER, PULL_S, START_S, this_process
 from ludic.envs.code_exec.podman_sandbox import ContainerRemover
-from ludic.envs.workspaces import relay
-from ludic.envs.workspaces.workspace import KEPT_BYTES, RELAY, SOCKET_FOLDER, Ended, Workspace, relayed, run_program
-from ludic.errors import RolloutError
+from ludic.envs.workspaces.workspace import KEPT_BYTES, RUN, Ended, Workspace, relayed, run_program, tell
+from ludic.errors import GradingError, RolloutError
+from ludic.event_loop import run_to_completion
+
+logger = logging.getLogger(__name__)
 
 ULIMITS = {"fsize": 1 << 30, "nofile": 4096, "nproc": 4096}
 LIMITS = ["--memory", "4g", "--pids-limit", "512", *(f"--ulimit={name}={most}:{most}" for name, most in ULIMITS.items())]
@@ -35,8 +36,7 @@ class ContainerWorkspace(Workspace):
 
     def __init__(self, program: str, image: str, *, mounts: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
         super().__init__()
-        self._program, self._image, self._arguments = str(shutil.which(program)), image, arguments
-        self._shown = {path: path for path in mounts}
+        self._program, self._image, self._mounts, self._arguments = str(shutil.which(program)), image, mounts, arguments
         self._name = f"ludic-agent-{uuid4().hex[:12]}"
         self._has_run = False
 
@@ -45,48 +45,60 @@ class ContainerWorkspace(Workspace):
         return {"LANG": "C.UTF-8"}  # the image has the others
 
     async def start(self, files: Path | None, texts: Mapping[str, str]) -> None:
-        await asyncio.to_thread(_remover, self._program)
+        await run_to_completion(asyncio.to_thread(_remover, self._program))
         await super().start(files, texts)
-        copied = self._base / "workspace"
-        for path in (copied, *copied.rglob("*"), *(self._base / "run").iterdir()):
-            if not path.is_symlink():  # the image says as which user its programs run
-                path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666))
-        shown = {str(self._base / "run"): SOCKET_FOLDER, os.path.abspath(relay.__file__): RELAY, **self._shown}
-        volumes = [part for source, target in shown.items() for part in ("--volume", f"{source}:{target}:ro")]
+        if self.socket is not None and self.socket.exists():
+            self.socket.chmod(0o666)  # the image says as which user its programs run
+        if (await run_program([self._program, "image", "inspect", "--", self._image])).code:
+            await self._ask("pull", "--", self._image, timeout_s=PULL_S)
+        volumes = [(str(self._run), RUN), *((path, path) for path in self._mounts)]
+        shown = [part for source, target in volumes for part in ("--volume", f"{source}:{target}:ro")]
         options = ["--name", self._name, "--label", f"{OWNER}={this_process()}", "--network", "none", "--log-driver", "none"]
-        options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", *LIMITS, *volumes, *self._arguments]
-        first = ["--entrypoint", "python3", self._image, "-I", "-S", "-c", WAIT]
-        await self._ask("create", *options, *first, timeout_s=PULL_S)
-        await self._ask("cp", f"{copied}/.", f"{self._name}:{self.folder}")
-        await self._ask("start", self._name)
+        options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
+        first = ["--entrypoint", "python3", "--", self._image, "-I", "-S", "-c", WAIT]
+        copied = f"{self._base}/workspace/."
+        for command in (
+            ["create", *options, *LIMITS, *shown, *self._arguments, *first],
+            ["cp", copied, f"{self._name}:{self.folder}"],
+            ["start", self._name],
+        ):
+            await run_to_completion(self._ask(*command))  # what is cancelled half-way cannot be removed
 
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
         await self._end_processes()
         self._has_run = True
-        return await self._exec(*relayed("python3", argv), variables=variables)
+        return await self._exec(*relayed("python3", argv), told=tell(variables, {}))
 
     async def put(self, source: Path, name: str) -> str:
         await self._end_processes()
-        await self._ask("cp", f"{source}/.", f"{self._name}:/{name}")
-        return f"/{name}"
+        return await super().put(source, name)
 
     async def get(self, name: str) -> str | None:
-        ended = await self._exec("head", "-c", str(KEPT_BYTES), "--", name)
+        ended = await self._exec("sh", "-c", f'[ -f "$1" ] && exec head -c {KEPT_BYTES} -- "$1"', "sh", name)
         return None if ended.code else ended.stdout
 
     async def stop(self) -> None:
         try:
-            await asyncio.to_thread(_remover(self._program).remove, self._name)
+            await run_to_completion(asyncio.to_thread(_remover(self._program).remove, self._name))
+        except GradingError as error:
+            logger.warning("%s", error)
         finally:
             await super().stop()
 
+    def _copy(self, source: Path | None, copied: Path, texts: Mapping[str, str]) -> None:
+        """Every user may read the copy, since the image says which one its programs are; and write,
+        where it is copied once more."""
+        super()._copy(source, copied, texts)
+        for path in (copied, *copied.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | (0o777 if path.is_dir() else 0o666))
+
     async def _end_processes(self) -> None:
         if self._has_run:
-            await self._ask("restart", "-t", "0", self._name)
+            await run_to_completion(self._ask("restart", "-t", "0", self._name))
         self._has_run = False
 
-    async def _exec(self, *argv: str, variables: Mapping[str, str] | None = None) -> Ended:
-        told = json.dumps(variables or {}).encode()
+    async def _exec(self, *argv: str, told: bytes = b"") -> Ended:
         return await run_program([self._program, "exec", "--interactive", "--workdir", self.folder, self._name, *argv], told=told)
 
     async def _ask(self, *arguments: str, timeout_s: float = START_S) -> None:

@@ -2,8 +2,9 @@
 the sandbox's loopback device, and runs the agent.
 
 This file is run as a script by an interpreter that imports only the standard library:
-`relay.py SOCKET PORT COMMAND...`. Its input is the variables of the command, as JSON, which the
-arguments of a process would show to every user. It ends as the command did.
+`relay.py SOCKET PORT COMMAND...`. The first line of its input is JSON: the variables of the
+command, which the arguments of a process would show to every user, and its limits. It ends as the
+command did, or at once when its input ends: then nobody waits for it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import asyncio
 import json
 import os
 import resource
+import signal
+import subprocess
 import sys
-
-PROCESSES, FILE_BYTES = 512, 1 << 30
-"""Limits of the command: its processes and threads, and the size of a file that it writes."""
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -30,7 +30,8 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def main(path: str, port: int, command: list[str]) -> int:
-    os.environ.update(json.load(sys.stdin))
+    told = json.loads(sys.stdin.readline())
+    os.environ.update(told["variables"])
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -40,16 +41,32 @@ async def main(path: str, port: int, command: list[str]) -> int:
             return
         await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
 
+    def reap() -> None:
+        """Orphans of the command are children of the first process of a sandbox."""
+        pid = -1
+        while pid != 0 and not ended.done():
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == process.pid:
+                ended.set_result(os.waitstatus_to_exitcode(status))
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), lambda: os._exit(1))
+    ended: asyncio.Future[int] = loop.create_future()
     server = await asyncio.start_server(serve, "127.0.0.1", port, backlog=128)
-    resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    for name, most in told["limits"].items():
+        resource.setrlimit(getattr(resource, name), (most, most))
     async with server:
         try:
-            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         except OSError as error:
             print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
             return 127
-        code = await process.wait()
+        loop.add_signal_handler(signal.SIGCHLD, reap)
+        reap()
+        code = await ended
     return code if code >= 0 else 128 - code
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +22,11 @@ from typing import Any, NamedTuple
 from ludic.envs.code_exec.bubblewrap import NOBODY, as_nobody, find_python, isolate
 from ludic.envs.code_exec.seccomp import seccomp_filter
 from ludic.envs.workspaces import relay
+from ludic.errors import ConfigError
+from ludic.event_loop import run_to_completion
 from ludic.launch import guard
+
+logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2**20
 """Of each stream of a command, the last bytes are kept."""
@@ -28,8 +34,14 @@ PORT = 8000
 """Of the gateway in a sandbox."""
 STOP_S = 30.0
 """For the end of processes and the removal of files."""
-SOCKET_FOLDER, RELAY = "/run/ludic", "/run/relay.py"
+RUN = "/run/ludic"
+"""What a sandbox shows of the workspace to read alone: the gateway's socket, the relay, the
+tests."""
 SANDBOX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+LIMITS = {"RLIMIT_NPROC": 512, "RLIMIT_FSIZE": 1 << 30}
+"""Of a sandbox of bubblewrap: processes and threads, bytes of a file."""
+LONGEST_SOCKET = 100
+"""Characters of its path, a limit of the kernel."""
 
 
 class Ended(NamedTuple):
@@ -54,11 +66,18 @@ class Workspace(ABC):
 
     def __init__(self) -> None:
         self._base = Path(tempfile.mkdtemp(prefix="ludic-agent-"))
-        (self._base / "run").mkdir()
+        self._run = self._base / "run"
+        self._run.mkdir()
+        self._run.chmod(0o755)
+        shutil.copyfile(relay.__file__, self._run / "relay.py")
+        (self._run / "relay.py").chmod(0o644)
+        if self.is_contained and len(str(self.socket)) > LONGEST_SOCKET:
+            self._delete()
+            raise ConfigError(f"the path {self.socket} is too long for a socket; set TMPDIR to a shorter folder")
 
     @property
     def socket(self) -> Path | None:
-        return self._base / "run" / "gateway.sock" if self.is_contained else None
+        return self._run / "gateway.sock" if self.is_contained else None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -68,9 +87,7 @@ class Workspace(ABC):
 
     async def start(self, files: Path | None, texts: Mapping[str, str]) -> None:
         """Make the folder, with a copy of `files`, and files of `texts` by their names."""
-        copied = await asyncio.to_thread(self._copy, files, "workspace")
-        for name, text in texts.items():
-            (copied / name).write_text(text, encoding="utf-8")
+        await run_to_completion(asyncio.to_thread(self._copy, files, self._base / "workspace", texts))
 
     @abstractmethod
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
@@ -78,29 +95,32 @@ class Workspace(ABC):
         the caller is cancelled, the command is killed. Of each stream the last `KEPT_BYTES` are
         returned."""
 
-    @abstractmethod
     async def put(self, source: Path, name: str) -> str:
-        """Show a copy of a folder of this machine to later commands, outside of the folder that
-        they write to. Returns its path as they see it."""
+        """Show a copy of a folder of this machine to later commands, to read alone. Returns its
+        path as they see it."""
+        await run_to_completion(asyncio.to_thread(self._copy, source, self._run / name, {}))
+        return f"{RUN}/{name}" if self.is_contained else str(self._run / name)
 
     @abstractmethod
     async def get(self, name: str) -> str | None:
-        """The text of a file of the folder, up to `KEPT_BYTES`. None if there is no such file, or
-        if it is a link out of the folder."""
+        """The text of a file of the folder, up to `KEPT_BYTES`. None if there is no such file."""
 
     async def stop(self) -> None:
         """End all programs, and delete everything."""
-        await asyncio.to_thread(self._delete)
+        await run_to_completion(asyncio.to_thread(self._delete))
 
-    def _copy(self, source: Path | None, name: str) -> Path:
-        copied = self._base / name
+    def _copy(self, source: Path | None, copied: Path, texts: Mapping[str, str]) -> None:
         shutil.copytree(source, copied, symlinks=True) if source else copied.mkdir()
-        return copied
+        for name, text in texts.items():
+            (copied / name).write_text(text, encoding="utf-8", errors="replace")
 
     def _delete(self) -> None:
         # Python 3.11 removes folders by recursion, which a deep one exceeds.
         for command in (["chmod", "-R", "u+rwX", str(self._base)], ["rm", "-rf", "--", str(self._base)]):
-            subprocess.run(command, check=False, capture_output=True, timeout=STOP_S)
+            try:
+                subprocess.run(command, check=False, capture_output=True, timeout=STOP_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("%s could not be deleted within %g s", self._base, STOP_S)
 
 
 class FolderWorkspace(Workspace):
@@ -113,10 +133,8 @@ class FolderWorkspace(Workspace):
         if not self.is_contained:
             self.folder = str(self._base / "workspace")
 
-    async def put(self, source: Path, name: str) -> str:
-        return str(await asyncio.to_thread(self._copy, source, name))
-
     async def get(self, name: str) -> str | None:
+        """None also for a link out of the folder."""
         place = (self._base / "workspace").resolve()
         path = place / name
         try:
@@ -132,11 +150,7 @@ class FolderWorkspace(Workspace):
         link, other = socket.socketpair()
         command = [sys.executable, "-I", "-S", os.path.abspath(guard.__file__), str(os.getpid()), *argv]
         with link, other:
-            process = await asyncio.create_subprocess_exec(
-                *command, env=dict(variables), cwd=self.folder, stdin=other.fileno(), **_PIPES
-            )
-            other.close()
-            ended = await wait_for(process, link.close)
+            ended = await run_program(command, kill=link.close, env=dict(variables), cwd=self.folder, stdin=other.fileno())
             link.setblocking(False)
             with suppress(OSError, ValueError):
                 report = json.loads(link.recv(4096))  # of the guard, about the start of the command
@@ -153,85 +167,81 @@ class BubblewrapWorkspace(FolderWorkspace):
 
     def __init__(self, mounts: Sequence[str] = ()) -> None:
         super().__init__()
-        self._shown = {path: path for path in mounts}
-        self._user = as_nobody()
+        self._mounts, self._user = mounts, as_nobody()
 
-    def _copy(self, source: Path | None, name: str) -> Path:
-        copied = super()._copy(source, name)
+    def _copy(self, source: Path | None, copied: Path, texts: Mapping[str, str]) -> None:
+        super()._copy(source, copied, texts)
         if self._user:
             self._base.chmod(0o711)
             for path in (copied, *copied.rglob("*")):
                 os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-        return copied
-
-    async def put(self, source: Path, name: str) -> str:
-        self._shown[await super().put(source, name)] = f"/{name}"
-        return f"/{name}"
 
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
-        python = find_python(None, others=bool(self._user))
-        arguments = [*isolate(python), "--size", str(64 << 20), "--tmpfs", "/tmp"]
-        arguments += ["--bind", str(self._base / "workspace"), self.folder]
-        shown = {str(self._base / "run"): SOCKET_FOLDER, os.path.abspath(relay.__file__): RELAY, **self._shown}
-        for source, target in shown.items():
-            arguments += ["--ro-bind", source, target]
-        arguments += ["--remount-ro", "/", "--chdir", self.folder, "--clearenv"]
+        """The relay is the first process of a sandbox: all others end with it."""
+        python, size = find_python(None, others=bool(self._user)), str(64 << 20)
+        arguments = ["--as-pid-1", *isolate(python), "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
+        arguments += ["--ro-bind", str(self._run), RUN, "--bind", str(self._base / "workspace"), self.folder]
+        for path in self._mounts:
+            arguments += ["--ro-bind", path, path]
+        arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.folder, "--clearenv"]
         filtered = os.memfd_create("ludic", 0)
         try:
             os.pwrite(filtered, seccomp_filter(network=True), 0)
             command = [str(shutil.which("bwrap")), "--seccomp", str(filtered), *arguments, "--", *relayed(str(python), argv)]
-            piped: dict[str, Any] = {**_PIPES, **self._user, "stdin": asyncio.subprocess.PIPE, "pass_fds": (filtered,)}
-            process = await asyncio.create_subprocess_exec(*command, env={}, cwd="/", **piped)
+            told = tell(variables, LIMITS)
+            return await run_program(command, told=told, env={}, cwd="/", pass_fds=(filtered,), **self._user)
         finally:
             os.close(filtered)
-        return await wait_for(process, process.kill, json.dumps(variables).encode())
-
-
-_PIPES: dict[str, Any] = {
-    "stdout": asyncio.subprocess.PIPE,
-    "stderr": asyncio.subprocess.PIPE,
-    "start_new_session": True,
-}
 
 
 def relayed(python: str, argv: Sequence[str]) -> list[str]:
-    """The command that serves the socket at `PORT` and runs `argv`; its input is the variables."""
-    return [python, "-I", "-S", RELAY, f"{SOCKET_FOLDER}/gateway.sock", str(PORT), *argv]
+    """The command that serves the socket at `PORT` and runs `argv`."""
+    return [python, "-I", "-S", f"{RUN}/relay.py", f"{RUN}/gateway.sock", str(PORT), *argv]
 
 
-async def run_program(argv: Sequence[str], *, told: bytes = b"") -> Ended:
-    """Run a program of this machine to its end, with `told` as its input."""
-    process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.PIPE, **_PIPES)
-    return await wait_for(process, process.kill, told)
+def tell(variables: Mapping[str, str], limits: Mapping[str, int]) -> bytes:
+    """The input of the relay."""
+    return json.dumps({"variables": dict(variables), "limits": dict(limits)}).encode() + b"\n"
 
 
-async def wait_for(process: asyncio.subprocess.Process, kill: Callable[[], object], told: bytes | None = None) -> Ended:
-    """The end of a process, after it was given `told` as its input. It is killed if the caller is
-    cancelled."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    streams = [asyncio.ensure_future(_read_tail(stream)) for stream in (process.stdout, process.stderr)]
+async def run_program(
+    argv: Sequence[str], *, told: bytes = b"", kill: Callable[[], object] | None = None, **options: Any
+) -> Ended:
+    """Run a program of this machine to its end, with `told` as its input, which stays open. If the
+    caller is cancelled, it is killed with its process group, or by `kill`."""
+    piped = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE, **options}
+    spawning = asyncio.ensure_future(asyncio.create_subprocess_exec(*argv, start_new_session=True, **piped))
     try:
-        if process.stdin is not None and told is not None:
-            with suppress(ConnectionError):
-                process.stdin.write(told)
-                await process.stdin.drain()
-            process.stdin.close()
-        code = await process.wait()
-        return Ended(code, *await asyncio.gather(*streams))
+        await asyncio.wait([spawning])  # a start that is cancelled may hang, or leave the process
+        process = spawning.result()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if process.stdin is not None:
+            process.stdin.write(told)
+        stdout, stderr, code = await asyncio.gather(_read_tail(process.stdout), _read_tail(process.stderr), process.wait())
+        return Ended(code, stdout, stderr)
     finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                kill()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    await process.wait()
-        for stream in streams:
-            stream.cancel()
+        await run_to_completion(_end(spawning, kill))
+
+
+async def _end(spawning: asyncio.Future[asyncio.subprocess.Process], kill: Callable[[], object] | None) -> None:
+    await asyncio.wait([spawning])
+    if spawning.exception() is not None:
+        return
+    process = spawning.result()
+    if process.stdin is not None:
+        process.stdin.close()
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            kill() if kill else os.killpg(process.pid, signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
 
 
 async def _read_tail(stream: asyncio.StreamReader) -> str:
     kept = b""
     while data := await stream.read(2**16):
-        kept = (kept + data)[-KEPT_BYTES:]
-    return kept.decode("utf-8", errors="replace")
+        kept += data
+        kept = kept if len(kept) < 2 * KEPT_BYTES else kept[-KEPT_BYTES:]
+    return kept[-KEPT_BYTES:].decode("utf-8", errors="replace")
