@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,8 @@ from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, ToolRequest, derive_seed
 from ludic.types import Message, TokenTrace, read_list
 
+KEY = "sk-ludic-"
+"""How the keys of sessions begin."""
 IN_FLIGHT = 64
 """Calls of one session at a time."""
 REPLIES = 64
@@ -134,10 +135,6 @@ class Session:
         }
 
 
-def new_key() -> str:
-    return f"sk-ludic-{secrets.token_urlsafe(18)}"
-
-
 def path_of(call: Call, calls: Sequence[Call]) -> list[int]:
     """The numbers of a call and of the calls before it on its path, the call first."""
     numbers, at = [call.number], call.parent
@@ -169,6 +166,8 @@ class Answering:
         """`refused` and `undelivered` calls."""
         self.ignored: dict[str, Any] = {}
         """Settings of sampling that the agent asked for, with their first values."""
+        self.jobs: set[Any] = set()
+        """Its calls that are being answered, or were not received yet."""
         self.replies: dict[str, list[Any]] = {}
         """Hash of a request -> its jobs, for a client that asks again."""
         self.responses: dict[str, tuple[Call, int]] = {}
@@ -206,7 +205,7 @@ class Answering:
         reserved = 0
         key, drawn, numbers = b"", set[int](), list[int]()
         try:
-            prompt = await self._prepare(ask)
+            prompt = await self.prepare(ask)
             room = self._room(ask, len(prompt.ids))
             reserved = room * ask.n
             self._num_reserved += reserved
@@ -246,10 +245,6 @@ class Answering:
             call.trace = turn.hold(call.trace)
             self._numbers[turn.number] = call.number
 
-    async def count_tokens(self, ask: Ask) -> int:
-        """The tokens of the prompt of a call."""
-        return len((await self._prepare(ask)).ids)
-
     def _check_limits(self, ask: Ask) -> None:
         limit = self.limits.max_calls
         if self.is_over:
@@ -283,7 +278,7 @@ class Answering:
             room = min(room, left)
         return min(room, ask.max_tokens) if ask.max_tokens else room
 
-    async def _prepare(self, ask: Ask) -> Prompt:
+    async def prepare(self, ask: Ask) -> Prompt:
         """The prompt of a call. A long one is made in a thread, so that others are answered
         meanwhile."""
         return await asyncio.to_thread(self._make_prompt, ask) if ask.size > IN_LOOP else self._make_prompt(ask)
@@ -308,7 +303,7 @@ class Answering:
             raise CallError(f"the chat template cannot render this conversation: {error}") from error
 
     async def _sample(self, prompt: Prompt, ask: Ask, room: int, key: bytes, number: int) -> Sampled:
-        given = _valid(ask.sampling) if self._harness_sampling else {}
+        given = {name: value for name, value in ask.sampling.items() if self._harness_sampling and name != "seed"}
         stop = [*self.sampling.stop_texts, *ask.stop]
         try:
             sampling = SamplingParams(**{**vars(self.sampling), **given, "max_tokens": room, "stop": stop})
@@ -325,13 +320,8 @@ class Answering:
             raise CallError(f"the model could not answer: {error}", 503) from error
 
     def _read(self, prompt: Prompt, ask: Ask, sampled: Sampled, dialect: str, seconds: float) -> tuple[Answered, Call, Answer]:
-        answer = self._encoder.read_answer(
-            prompt,
-            sampled,
-            stops=[*self.sampling.stop_texts, *ask.stop],
-            splits_reasoning=ask.prompt is None,
-            remembers=False,
-        )
+        stops = [*self.sampling.stop_texts, *ask.stop]
+        answer = self._encoder.read_answer(prompt, sampled, stops=stops, splits_reasoning=ask.prompt is None, remembers=False)
         ids = read_list(sampled.trace, "completion_token_ids")
         self._num_sampled += len(ids)
         parent = prompt.parent
@@ -352,10 +342,6 @@ class Answering:
             weight_versions=sampled.weight_versions,
         )
         return _shown(answer, ask, prompt, ids, self._encoder), call, answer
-
-
-def _valid(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sampling.items() if name in SamplingParams.__dataclass_fields__}
 
 
 def _shown(answer: Answer, ask: Ask, prompt: Prompt, ids: Sequence[int], encoder: PromptEncoder) -> Answered:
