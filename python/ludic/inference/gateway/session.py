@@ -20,7 +20,7 @@ from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.inference.client import Episode, Sampled, SamplesTokens, as_episode
 from ludic.inference.gateway.dialects.base import Answered, Ask, CallError
 from ludic.inference.prompts.encoder import Answer, PromptEncoder
-from ludic.inference.prompts.template import Dialogue
+from ludic.inference.prompts.template import Dialogue, encode_text
 from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, ToolRequest, derive_seed
 from ludic.types import Message, TokenTrace, read_list
@@ -201,6 +201,7 @@ class Answering:
             path = [self.session.calls[number] for number in reversed(path_of(named, self.session.calls))]
             known = [message for call in path for message in (*call.messages, call.answer)]
             ask.messages[ask.num_instructions : ask.num_instructions] = known[skipped:]
+        ask.stop = [*self.sampling.stop_texts, *ask.stop]
         self._open += ask.n
         reserved = 0
         key, drawn, numbers = b"", set[int](), list[int]()
@@ -285,7 +286,7 @@ class Answering:
 
     def _make_prompt(self, ask: Ask) -> Prompt:
         if ask.prompt is not None:
-            ids = self._encoder.encode_text(ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
+            ids = encode_text(self._encoder.tokenizer, ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
             try:
                 fault = find_token_fault(ids, vocab_size=len(self._encoder.tokenizer))
             except (DataError, DataTypeError) as error:
@@ -304,9 +305,8 @@ class Answering:
 
     async def _sample(self, prompt: Prompt, ask: Ask, room: int, key: bytes, number: int) -> Sampled:
         given = {name: value for name, value in ask.sampling.items() if self._harness_sampling and name != "seed"}
-        stop = [*self.sampling.stop_texts, *ask.stop]
         try:
-            sampling = SamplingParams(**{**vars(self.sampling), **given, "max_tokens": room, "stop": stop})
+            sampling = SamplingParams(**{**vars(self.sampling), **given, "max_tokens": room, "stop": ask.stop})
         except ConfigError as error:
             raise CallError(str(error)) from None
         base = self.session.seed
@@ -320,8 +320,8 @@ class Answering:
             raise CallError(f"the model could not answer: {error}", 503) from error
 
     def _read(self, prompt: Prompt, ask: Ask, sampled: Sampled, dialect: str, seconds: float) -> tuple[Answered, Call, Answer]:
-        stops = [*self.sampling.stop_texts, *ask.stop]
-        answer = self._encoder.read_answer(prompt, sampled, stops=stops, splits_reasoning=ask.prompt is None, remembers=False)
+        is_chat = ask.prompt is None
+        answer = self._encoder.read_answer(prompt, sampled, stops=ask.stop, splits_reasoning=is_chat, remembers=False)
         ids = read_list(sampled.trace, "completion_token_ids")
         self._num_sampled += len(ids)
         parent = prompt.parent
@@ -335,7 +335,7 @@ class Answering:
             policy_version=sampled.policy_version,
             dialect=dialect,
             model=ask.model,
-            messages=list(ask.messages[seen:]) if ask.prompt is None else [{"role": "user", "content": str(ask.prompt)}],
+            messages=list(ask.messages[seen:]) if is_chat else [{"role": "user", "content": str(ask.prompt)}],
             answer=answer.message,
             text=answer.whole,
             seconds=seconds,

@@ -7,7 +7,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.inference.client import Episode, Sampled
@@ -16,7 +16,6 @@ from ludic.inference.prompts.template import (
     ChatTemplate,
     Dialogue,
     begin_prompt,
-    encode_text,
     find_turn_end,
     read_template,
     special_tokens,
@@ -25,26 +24,24 @@ from ludic.inference.prompts.tool_formats import ToolFormat, Tools, completion_f
 from ludic.inference.prompts.transcript import Prompt, Text, Transcript, Turn
 from ludic.types import Message, TokenTrace, read_list, stored
 
-V = TypeVar("V")
-
 CACHE_SIZE = 4096
 """Dialogues in a cache, whose prompts the samples of a group share; and turns that are remembered
 for requests outside of episodes."""
 
 
-class DialogueCache(Generic[V]):
-    """A value for each of the last `CACHE_SIZE` dialogues. Thread-safe."""
+class DialogueCache:
+    """The ids of each of the last `CACHE_SIZE` dialogues. Thread-safe."""
 
     def __init__(self) -> None:
-        self._values: OrderedDict[str, V] = OrderedDict()
+        self._values: OrderedDict[str, array[int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, dialogue: Dialogue) -> V | None:
+    def get(self, dialogue: Dialogue) -> array[int] | None:
         key = dialogue.key
         with self._lock:
             return self._values.get(key)
 
-    def put(self, dialogue: Dialogue, value: V) -> None:
+    def put(self, dialogue: Dialogue, value: array[int]) -> None:
         """Store a value; drops the oldest values beyond `CACHE_SIZE`."""
         key = dialogue.key
         with self._lock:
@@ -102,7 +99,7 @@ class PromptEncoder:
         """`keeps_sampled`: as of a `Transcript`."""
         self.tokenizer, self._keeps_sampled = tokenizer, keeps_sampled
         self._template, self._bridge = ChatTemplate(tokenizer), TemplateBridge(tokenizer)
-        self._whole: DialogueCache[array[int]] = DialogueCache()
+        self._whole = DialogueCache()
         """The ids of dialogues that continue nothing."""
         self._lock = threading.Lock()
         self._outside = Transcript(self._bridge, max_turns=CACHE_SIZE, keeps_sampled=keeps_sampled)
@@ -114,10 +111,6 @@ class PromptEncoder:
         """Tokens that end an answer in addition to the tokenizer's end token, which servers
         know."""
         return sorted(find_turn_end(self.tokenizer).ids - {getattr(self.tokenizer, "eos_token_id", None)})
-
-    def encode_text(self, text: str) -> list[int]:
-        """The ids of a plain text."""
-        return encode_text(self.tokenizer, text)
 
     def encode(self, dialogue: Dialogue, episode: Episode | None = None, *, begun: Message | None = None) -> Prompt:
         """The prompt of a dialogue, and of an answer to it that is `begun`. Raises ConfigError if
@@ -234,16 +227,13 @@ class PromptEncoder:
     def _source(self, part: Text) -> str:
         """The text to encode, after the text of the token before it: tokenizers with pieces put a
         space before a text that stands alone, and some drop what follows a special token."""
-        return part.text if part.after is None else self._text_of(part.after) + part.text
+        return part.text if part.after is None else self.decode([part.after], special=True) + part.text
 
     def _ids_of(self, part: Text, encoded: Mapping[str, list[int]]) -> list[int]:
         ids = encoded[self._source(part)]
         if part.after is None or ids[:1] == [part.after]:
             return ids if part.after is None else ids[1:]
         return list(self._tokenize(part.text))  # the token's text is not read as the token
-
-    def _text_of(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _tokenize(self, texts: str | list[str]) -> Any:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -253,8 +243,5 @@ class PromptEncoder:
             return self._outside
         if episode not in self._transcripts:
             self._transcripts[episode] = Transcript(self._bridge, keeps_sampled=self._keeps_sampled)
-            episode.on_end(self._drop)
+            episode.on_end(lambda over: self._transcripts.pop(over, None))
         return self._transcripts[episode]
-
-    def _drop(self, episode: Episode) -> None:
-        self._transcripts.pop(episode, None)
