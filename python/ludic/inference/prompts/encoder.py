@@ -12,14 +12,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.inference.client import Episode, Sampled
 from ludic.inference.prompts.bridge import THINK, THINK_END, TemplateBridge
-from ludic.inference.prompts.template import (
-    ChatTemplate,
-    Dialogue,
-    begin_prompt,
-    find_turn_end,
-    read_template,
-    special_tokens,
-)
+from ludic.inference.prompts.template import ChatTemplate, Dialogue, begin_prompt, find_turn_end, read_template, special_tokens
 from ludic.inference.prompts.tool_formats import ToolFormat, Tools, completion_finish_reason, count_tool_calls
 from ludic.inference.prompts.transcript import Prompt, Text, Transcript, Turn
 from ludic.types import Message, TokenTrace, read_list, stored
@@ -132,19 +125,15 @@ class PromptEncoder:
 
     def _encode(self, prompts: Sequence[Prompt]) -> None:
         """Fill in the ids."""
-        made = [prompt for prompt in prompts if not prompt.ids]
-        texts = list(dict.fromkeys(self._source(part) for prompt in made for part in prompt.parts if isinstance(part, Text)))
+        texts = list(dict.fromkeys(self._source(part) for prompt in prompts for part in prompt.parts if isinstance(part, Text)))
         encoded = dict(zip(texts, self._tokenize(texts), strict=True)) if texts else {}
-        for prompt in made:
-            for part in prompt.parts:
-                prompt.ids += self._ids_of(part, encoded) if isinstance(part, Text) else part
-            if prompt.parent is None:
-                prompt.ids = begin_prompt(self.tokenizer, prompt.ids)
-                self._whole.put(prompt.dialogue, array("i", prompt.ids))
         for prompt in prompts:
-            if prompt.appended:
-                part = Text(prompt.appended, self._bridge.turn_end)
-                prompt.ids += self._ids_of(part, {self._source(part): self._tokenize(self._source(part))})
+            for number, part in enumerate(prompt.parts):
+                ids = self._ids_of(part, encoded) if isinstance(part, Text) else part
+                if prompt.parent is None and number == 0 and isinstance(part, Text):
+                    ids = begin_prompt(self.tokenizer, list(ids))
+                    self._whole.put(prompt.dialogue, array("i", ids))
+                prompt.ids += ids
 
     def read_answer(
         self,
@@ -214,14 +203,15 @@ class PromptEncoder:
         else:
             prompt = Prompt(dialogue, (), "root")
         if prompt.parent is None:
-            prompt.ids = list(self._whole.get(prompt.dialogue) or ())
-            if not prompt.ids:
-                shown = prompt.dialogue
-                prompt.parts = [Text(self._template.render(shown.messages, shown.tools, **shown.template_kwargs))]
+            shown, known = prompt.dialogue, self._whole.get(prompt.dialogue)
+            prompt.parts = [known or Text(self._template.render(shown.messages, shown.tools, **shown.template_kwargs))]
+        appended = ""
         if begun is not None and not prompt.begun:
-            prompt.begun = prompt.appended = str(begun.get("content") or "")
+            appended = str(begun.get("content") or "")
         elif dialogue.forced is not None:
-            prompt.begun = prompt.appended = self._bridge.begin_call(dialogue)
+            appended = self._bridge.begin_call(dialogue)
+        if appended:
+            prompt.begun, prompt.parts = appended, [*prompt.parts, Text(appended, self._bridge.turn_end)]
         return prompt
 
     def _source(self, part: Text) -> str:
