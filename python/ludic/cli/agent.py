@@ -89,19 +89,16 @@ async def _try(recipe: Recipe, console: Console) -> tuple[list[dict[str, Any]], 
         )
         requests = make_training_requests(parts.task, recipe.rollout, seed=recipe.seed).list_problems(0)[:1]
         [rollout] = await engine.generate_rollouts(requests, max_steps=1)
-    return (
-        [_row(step) for step in rollout.steps],
-        {**rollout.meta["agent"], "reward": rollout.total_reward},
-        describe_agent(rollout),
-    )
+    agent = {**rollout.meta["agent"], "reward": rollout.total_reward}
+    return [_row(step) for step in rollout.steps], agent, describe_agent(rollout)
 
 
 def _row(step: Step) -> dict[str, Any]:
     """One call, in tokens."""
-    info, prompt, sampled = step.info, *(len(stored(step.trace, f"{part}_token_ids")) for part in ("prompt", "completion"))
-    counts = {"prompt": prompt, "new": prompt - info["shared"], "sampled": sampled}
-    place = {"call": info["call"], "continues": info["parent"], "reason": info["reason"]}
-    return {**place, **counts, "end": info["finish_reason"], "answer": step.action}
+    prompt, sampled = (len(stored(step.trace, name)) for name in ("prompt_token_ids", "completion_token_ids"))
+    place = {"call": step.info["call"], "continues": step.info["parent"], "reason": step.info["reason"]}
+    counts = {"prompt": prompt, "new": prompt - step.info["shared"], "sampled": sampled}
+    return {**place, **counts, "end": step.info["finish_reason"], "answer": step.action}
 
 
 async def _serve(recipe: Recipe, port: int, rows: list[dict[str, Any]], console: Console) -> None:
@@ -140,11 +137,12 @@ async def _serve(recipe: Recipe, port: int, rows: list[dict[str, Any]], console:
 
 def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     table = Table(title="Calls of the model")
-    for name in ("call", "continues", "reason", "prompt", "new", "sampled", "end", "answer"):
+    names = ("call", "continues", "reason", "prompt", "new", "sampled", "end", "answer")
+    for name in names:
         table.add_column(name, justify="left" if name in ("reason", "end", "answer") else "right")
     for row in rows:
         text = " ".join(str(row["answer"]).split())
         shown = {**row, "answer": text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."}
-        table.add_row(*("" if value is None else str(value) for value in shown.values()))
+        table.add_row(*("" if shown[name] is None else str(shown[name]) for name in names))
     if rows:
         console.print(table)

@@ -119,9 +119,8 @@ class Gateway:
         """A session for one episode. `socket`: a file at which this session alone is served, for an
         agent without a network."""
         self.start()
-        session = Session(
-            f"{self.url}/v1", f"{KEY}{secrets.token_urlsafe(18)}", prompt, messages, row or {}, seed=seed, workspace=workspace
-        )
+        key = f"{KEY}{secrets.token_urlsafe(18)}"
+        session = Session(f"{self.url}/v1", key, prompt, messages, row or {}, seed=seed, workspace=workspace)
         limits = limits or Limits()
         own = [length for length in (limits.context, getattr(self._client, "context_length", None)) if length is not None]
         answering = Answering(

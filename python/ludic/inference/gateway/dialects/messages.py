@@ -119,7 +119,10 @@ def _blocks(answer: base.Answered) -> list[dict[str, Any]]:
     thought = [] if answer.reasoning is None else [{"type": "thinking", "thinking": answer.reasoning, "signature": "ludic"}]
     text = [{"type": "text", "text": answer.text}] if answer.text or not answer.tool_calls else []
     called = [(call["id"], call["function"]) for call in answer.tool_calls]
-    calls = [{"type": "tool_use", "id": i, "name": f["name"], "input": json.loads(f["arguments"])} for i, f in called]
+    calls = [
+        {"type": "tool_use", "id": ident, "name": function["name"], "input": json.loads(function["arguments"])}
+        for ident, function in called
+    ]
     return [*thought, *text, *calls]
 
 
