@@ -19,7 +19,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.agent_section import has_agent
 from ludic.recipes.compose import choose_devices, compose
 from ludic.runs.console import quiet_libraries, run_with_console
-from ludic.types import stored
+from ludic.types import Step, stored
 
 if TYPE_CHECKING:
     from ludic.recipes.schema import Recipe
@@ -89,24 +89,23 @@ async def _try(recipe: Recipe, console: Console) -> tuple[list[dict[str, Any]], 
         )
         requests = make_training_requests(parts.task, recipe.rollout, seed=recipe.seed).list_problems(0)[:1]
         [rollout] = await engine.generate_rollouts(requests, max_steps=1)
-    rows = [
-        _row(step.info["call"], step.info["parent"], step.info["reason"], step.info["shared"], step.trace, step.action)
-        for step in rollout.steps
-    ]
-    return rows, {**rollout.meta["agent"], "reward": rollout.total_reward}, describe_agent(rollout)
+    agent = {**rollout.meta["agent"], "reward": rollout.total_reward}
+    return [_row(step) for step in rollout.steps], agent, describe_agent(rollout)
 
 
-def _row(number: int, parent: int | None, reason: str, shared: int, trace: Any, text: str) -> dict[str, Any]:
+def _row(step: Step) -> dict[str, Any]:
     """One call, in tokens."""
-    prompt, sampled = (len(stored(trace, name)) for name in ("prompt_token_ids", "completion_token_ids"))
-    counts = {"prompt": prompt, "new": prompt - shared, "sampled": sampled}
-    return {"call": number, "continues": parent, "reason": reason, **counts, "end": trace.finish_reason, "answer": text}
+    prompt, sampled = (len(stored(step.trace, name)) for name in ("prompt_token_ids", "completion_token_ids"))
+    place = {"call": step.info["call"], "continues": step.info["parent"], "reason": step.info["reason"]}
+    counts = {"prompt": prompt, "new": prompt - step.info["shared"], "sampled": sampled}
+    return {**place, **counts, "end": step.info["finish_reason"], "answer": step.action}
 
 
 async def _serve(recipe: Recipe, port: int, rows: list[dict[str, Any]], console: Console) -> None:
     from ludic.inference.gateway.gateway import Gateway
     from ludic.inference.gateway.session import Limits
     from ludic.inference.request import make_sampling
+    from ludic.interaction.agent_program import make_step
     from ludic.models.loading import locate_model
     from ludic.recipes.model import build_policy
     from ludic.runs.sampler import open_sampler
@@ -133,21 +132,17 @@ async def _serve(recipe: Recipe, port: int, rows: list[dict[str, Any]], console:
                 counted = await gateway.close_session(session)
                 if counted.ignored:
                     note(f"ignored: {', '.join(f'{name}={value}' for name, value in counted.ignored.items())}")
-                rows += [
-                    _row(each.number, each.parent, each.reason, each.shared, each.trace, each.text) for each in session.calls
-                ]
+                rows += [_row(make_step(call.number, call, 0, session.calls)) for call in session.calls]
 
 
 def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     table = Table(title="Calls of the model")
-    for name in ("call", "continues", "reason", "prompt", "new", "sampled", "end", "answer"):
+    names = ("call", "continues", "reason", "prompt", "new", "sampled", "end", "answer")
+    for name in names:
         table.add_column(name, justify="left" if name in ("reason", "end", "answer") else "right")
     for row in rows:
         text = " ".join(str(row["answer"]).split())
-        shown = [
-            str(row[name]) if row[name] is not None else ""
-            for name in ("call", "continues", "reason", "prompt", "new", "sampled")
-        ]
-        table.add_row(*shown, str(row["end"]), text if len(text) <= SHOWN else text[: SHOWN - 3] + "...")
+        shown = {**row, "answer": text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."}
+        table.add_row(*("" if shown[name] is None else str(shown[name]) for name in names))
     if rows:
         console.print(table)

@@ -170,14 +170,14 @@ class CompletesTokens(Protocol):
 
 
 @runtime_checkable
-class SamplesTokens(CompletesTokens, Protocol):
-    """A client that also tells which weights sampled the completion. Asking for the version
-    afterwards would be too late: it may have changed."""
+class SamplesTokens(Protocol):
+    """A client that can continue token ids, and tells which weights sampled the completion. Asking
+    for the version afterwards would be too late: it may have changed."""
 
     async def sample_tokens(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> Sampled:
-        """`complete_tokens`, with the version of the weights."""
+        """Sample one completion. The returned trace has exactly these prompt ids."""
         ...
 
 
@@ -187,9 +187,9 @@ class Episode:
 
     def __init__(self) -> None:
         self.is_over = False
-        self._callbacks: set[Callable[[Episode], None]] = set()
+        self._callbacks: set[Callable[[Episode], object]] = set()
 
-    def on_end(self, callback: Callable[[Episode], None]) -> None:
+    def on_end(self, callback: Callable[[Episode], object]) -> None:
         """Call `callback` with this episode when it ends, or immediately if it has ended already.
         Thread-safe."""
         self._callbacks.add(callback)
@@ -211,12 +211,11 @@ def new_episode() -> Iterator[Episode]:
     """All requests in the block, also in tasks started inside, belong to one episode. The
     episode ends with the block."""
     episode = Episode()
-    token = _CURRENT.set(episode)
     try:
-        yield episode
+        with as_episode(episode):
+            yield episode
     finally:
         episode.end()
-        _CURRENT.reset(token)  # fails in another context, as when an unawaited coroutine is closed
 
 
 @contextmanager
@@ -227,7 +226,7 @@ def as_episode(episode: Episode) -> Iterator[None]:
     try:
         yield
     finally:
-        _CURRENT.reset(token)
+        _CURRENT.reset(token)  # fails in another context, as when an unawaited coroutine is closed
 
 
 def current_episode() -> Episode | None:

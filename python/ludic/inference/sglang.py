@@ -117,7 +117,7 @@ class SGLangClient(PushTarget):
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info has `raw_response` and `policy_version`. Raises ConfigTypeError
-        for tools and extensions, which are for vLLM."""
+        for extensions, which are for vLLM."""
         if self._tokens is None:
             raise ConfigError("SGLangClient needs a tokenizer to render chats; pass tokenizer=, or use complete_tokens")
         if request.extensions is not None:

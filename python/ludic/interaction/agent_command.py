@@ -118,20 +118,16 @@ class AgentCommand:
     @asynccontextmanager
     async def open_workspace(self, row: Mapping[str, Any]) -> AsyncIterator[Workspace]:
         """A workspace that has not started; it is deleted with all that is in it."""
-        workspace = self._make_workspace(row)
+        workspace: Workspace
+        if self.image is not None:
+            image = fill(self.image, _columns(row), setting="agent.image")
+            workspace = ContainerWorkspace(self.chosen_sandbox, image, mounts=self.mounts, arguments=self.container_args)
+        else:
+            workspace = FolderWorkspace() if self.chosen_sandbox == "none" else BubblewrapWorkspace(self.mounts)
         try:
             yield workspace
         finally:
             await workspace.stop()
-
-    def _make_workspace(self, row: Mapping[str, Any]) -> Workspace:
-        chosen = self.chosen_sandbox
-        if chosen == "none":
-            return FolderWorkspace()
-        if chosen == "bubblewrap":
-            return BubblewrapWorkspace(self.mounts)
-        image = fill(str(self.image), _columns(row), setting="agent.image")
-        return ContainerWorkspace(chosen, image, mounts=self.mounts, arguments=self.container_args)
 
     async def start(self, session: Session) -> None:
         """Start the session's workspace, with the files and the prompt."""

@@ -172,10 +172,8 @@ class AgentProtocol(InteractionProtocol):
                 ended = await self._play(session)
             finally:
                 counted = await self._gateway.close_session(session)
-            if counted.error is not None:
-                raise RolloutError(
-                    f"the engine failed in a call of the agent: {describe_error(counted.error)}"
-                ) from counted.error
+            if (error := counted.error) is not None:
+                raise RolloutError(f"the engine failed in a call of the agent: {describe_error(error)}") from error
             if not session.calls:
                 why = f" ({describe_error(ended.error)})" if ended.error else ""
                 raise RolloutError(f"the agent made no call that the model answered{why}") from ended.error
@@ -275,37 +273,31 @@ def make_rollout(
 ) -> Rollout:
     """A rollout with a step for each trained call, in their order."""
     branches = number_branches(calls)
-    numbers = set(branches.values())
     later = [call for call in calls[1:] if call.parent is not None]
-    refused, undelivered = counted.counts["refused"], counted.counts["undelivered"]
-    measures = {
-        "agent/calls": len(calls),
-        "agent/branches": len(numbers),
-        "agent/continued": len(later) / (len(calls) - 1) if len(calls) > 1 else 1.0,
-        "agent/refused": refused,
-        "agent/undelivered": undelivered,
-        "agent/failed": float(ended.status == "failed"),
-        "agent/timeouts": float(ended.status == "timeout"),
-        "agent/seconds": ended.seconds,
-        "agent/model_share": min(1.0, sum(call.seconds for call in calls) / max(ended.seconds, 1e-9)),
+    counts = {"calls": len(calls), "branches": len(set(branches.values()))}
+    counts |= {name: counted.counts[name] for name in ("refused", "undelivered")}
+    measured = {
+        "continued": len(later) / (len(calls) - 1) if len(calls) > 1 else 1.0,
+        "failed": float(ended.status == "failed"),
+        "timeouts": float(ended.status == "timeout"),
+        "seconds": ended.seconds,
+        "model_share": min(1.0, sum(call.seconds for call in calls) / max(ended.seconds, 1e-9)),
     }
-    is_cut = ended.status == "timeout" or refused > 0
-    steps = [_make_step(index, call, branches[call.number], calls) for index, call in enumerate(trained)]
+    is_cut = ended.status == "timeout" or counts["refused"] > 0
+    steps = [make_step(index, call, branches[call.number], calls) for index, call in enumerate(trained)]
     for step, following in pairwise(steps):
         step.next_obs = following.prev_obs
         step.info["intermediate_call"] = True
     last = steps[-1]
     last.reward, last.truncated, last.terminated = outcome.reward, is_cut or outcome.truncated, not (is_cut or outcome.truncated)
-    extra = {**measures, "parsed_action": ended.output, **({} if ended.verified is None else {"verified": ended.verified})}
+    extra: dict[str, Any] = {f"agent/{name}": value for name, value in {**counts, **measured}.items()}
+    extra |= {"parsed_action": ended.output, **({} if ended.verified is None else {"verified": ended.verified})}
     last.info = merge_step_info(client_info=last.info, env_info=outcome.info, extra=extra)
     agent = {
         "output": ended.output,
         "status": ended.status,
         "error": None if ended.error is None else describe_error(ended.error),
-        "calls": len(calls),
-        "branches": len(numbers),
-        "refused": refused,
-        "undelivered": undelivered,
+        **counts,
         "seconds": round(ended.seconds, 3),
         "ignored": dict(counted.ignored),
     }
@@ -313,7 +305,8 @@ def make_rollout(
     return Rollout(steps=steps, meta=meta)
 
 
-def _make_step(index: int, call: Call, branch: int, calls: Sequence[Call]) -> Step:
+def make_step(index: int, call: Call, branch: int, calls: Sequence[Call]) -> Step:
+    """The step of a call among all `calls` of its episode."""
     results = [text for child in calls if child.parent == call.number for text in _texts(child.messages, "tool")]
     info: dict[str, Any] = {
         "call": call.number,

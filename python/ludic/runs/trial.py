@@ -173,8 +173,7 @@ class _Scripted:
         self.answers, self._prompts, self._context, self._count = answers, PromptEncoder(tokenizer), context, 0
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
-        tools = () if request.tools is None else request.tools.tools
-        length = len(self._prompts.encode(Dialogue(request.messages, tools, request.chat_template_kwargs)).ids)
+        length = len(self._prompts.encode(Dialogue.of(request)).ids)
         if self._context is not None and length >= self._context:
             raise ConfigError(
                 f"the prompt of turn {self._count + 1} has {length} tokens if the model answers {self.answers[0]!r}, "

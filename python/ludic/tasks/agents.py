@@ -4,7 +4,7 @@ agent's own prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -12,19 +12,22 @@ from ludic.inference.client import Sampled
 from ludic.inference.prompts.template import find_turn_end
 from ludic.inference.request import InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction.agent_program import MEASURES, AgentUse
-from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, WrappedTask, keep_answers, share, transcript
+from ludic.tasks.demonstrations import DemonstrationSource
+from ludic.tasks.episodic import EpisodicTask, WithCalls
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch, SAWItem
-from ludic.types import Rollout, TokenTrace
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWItem
+from ludic.types import TokenTrace
 
 LESSONS = 512
 """Episodes of the teacher."""
 
 
-class WithAgent(WrappedTask):
+class WithAgent(WithCalls):
     """`task`, of one turn, which an agent of the user's own answers. The task sees what the agent
     returned."""
+
+    call_measures = MEASURES
 
     def __init__(self, task: EpisodicTask, use: AgentUse) -> None:
         super().__init__(task)
@@ -38,24 +41,6 @@ class WithAgent(WrappedTask):
     def sees_cut_off_answers(self) -> bool:
         return True
 
-    @property
-    def measures(self) -> Mapping[str, str]:
-        return {**self.task.measures, **MEASURES}
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        return {**self.task.rates, **MEASURES}
-
-    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        answers = {suite: [(each, keep_answers(rollout)) for each, rollout in episodes] for suite, episodes in played.items()}
-        infos = [rollout.steps[-1].info for episodes in played.values() for _, rollout in episodes]
-        means = {name: share(info[name] for info in infos if name in info) for name in MEASURES}
-        return {**self.task.measure(answers), **means}
-
-    def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        shown = self.task.show(episode, keep_answers(rollout))
-        return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
-
     async def aclose(self) -> None:
         self._use.close()
         await self.task.aclose()
@@ -68,11 +53,6 @@ class _Teacher:
         self.tokenizer, self._task = tokenizer, task
         self._end = find_turn_end(tokenizer).token
 
-    async def complete_tokens(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
-    ) -> TokenTrace:
-        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed)).trace
-
     async def sample_tokens(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> Sampled:
@@ -84,22 +64,15 @@ class _Teacher:
         return Sampled(TokenTrace.from_arrays(prompt_token_ids, ids, [0.0] * len(ids), "stop"), self._end is not None, 0)
 
 
-class AgentDemonstrations:
+class AgentDemonstrations(DemonstrationSource):
     """Returns samples of the teacher's episodes, without end: one for each call, drawn from
     `LESSONS` episodes. Batch `k` depends only on the seed and `k`."""
 
-    def __init__(self, task: EpisodicTask, tokenizer: Any, *, batch_size: int, seed: int, system_prompt: str | None) -> None:
-        self._task, self._tokenizer, self._system_prompt = task, tokenizer, system_prompt
-        self._batch_size, self._seed, self._batches = batch_size, seed, 0
-        self._items: list[SAWItem] | None = None
+    _items: Sequence[SAWItem] = ()
 
-    async def next_batch(self) -> SAWBatch:
-        if self._items is None:
-            self._items = await self._play()
-        rng = Random(f"demonstrations {self._seed} {self._batches}")
-        self._batches += 1
-        items = [rng.choice(self._items) for _ in range(self._batch_size)]
-        return SAWBatch(items=items, meta={"target_rollouts": len(items), "num_samples": len(items)})
+    async def _make(self, rng: Random) -> tuple[list[SAWItem], int]:
+        self._items = self._items or await self._play()
+        return [rng.choice(self._items) for _ in range(self._batch_size)], self._batch_size
 
     async def _play(self) -> list[SAWItem]:
         task, teacher, agent = self._task, _Teacher(self._task, self._tokenizer), self._task.agent
@@ -121,10 +94,3 @@ class AgentDemonstrations:
         ]
         batch = await engine.generate_batch(requests, credit_assigner=ConstantCredit(), concurrency=32)
         return batch.items
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of batches so far."""
-        return {"batches": self._batches}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._batches = int(state["batches"])

@@ -32,7 +32,12 @@ class DemonstrationSource:
         self._batches = 0
 
     async def next_batch(self) -> SAWBatch:
-        rng = Random(f"demonstrations {self._seed} {self._batches}")
+        items, num_episodes = await self._make(Random(f"demonstrations {self._seed} {self._batches}"))
+        self._batches += 1
+        return SAWBatch(items=items, meta={"target_rollouts": num_episodes, "num_samples": len(items)})
+
+    async def _make(self, rng: Random) -> tuple[list[SAWItem], int]:
+        """The samples of a batch, and the number of episodes that they are of."""
         episodes = self._task.demonstrations(self._batch_size, rng) or []
         if len(episodes) != self._batch_size or not all(episodes):
             teacher, empty = type(getattr(self._task, "task", self._task)).__name__, sum(not episode for episode in episodes)
@@ -50,8 +55,7 @@ class DemonstrationSource:
         for number, episode_texts in enumerate(texts, first):
             turns = [(begin_prompt(self._tokenizer, ids[prompt]), [*ids[action], *end]) for prompt, action in episode_texts]
             items += _items(f"demonstration {number}", turns)
-        self._batches += 1
-        return SAWBatch(items=items, meta={"target_rollouts": len(episodes), "num_samples": len(items)})
+        return items, len(episodes)
 
     def state_dict(self) -> dict[str, int]:
         """The number of batches so far."""

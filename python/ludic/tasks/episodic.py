@@ -357,13 +357,41 @@ def prompt_messages(problem: Mapping[str, Any]) -> Sequence[Message] | None:
     return prompt if isinstance(prompt, list) else None
 
 
+class WithCalls(WrappedTask):
+    """`task`, with more calls of the model than its answers. The task sees the answers
+    only; people are shown the calls and their results too."""
+
+    call_measures: Mapping[str, str]
+    """Metrics in addition to the task's own rates, means over the answers."""
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        return {**self.task.measures, **self.call_measures}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        return {**self.task.rates, **self.call_measures}
+
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
+        answers = {
+            suite: [(episode, keep_answers(rollout)) for episode, rollout in episodes] for suite, episodes in played.items()
+        }
+        infos = [step.info for episodes in answers.values() for _, rollout in episodes for step in rollout.steps]
+        means = {name: share(info[name] for info in infos if name in info) for name in self.call_measures}
+        return {**self.task.measure(answers), **means}
+
+    def show(self, episode: Episode, rollout: Rollout) -> Shown:
+        shown = self.task.show(episode, keep_answers(rollout))
+        return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
+
+
 MEASURES = {CALLS_INFO: "calls of tools before an answer", FAILED_INFO: "calls before an answer that failed"}
-"""Metrics in addition to the task's own rates, means over the answers."""
 
 
-class WithTools(WrappedTask):
-    """`task`, in which the model may call tools before each answer. The task sees the answers only;
-    people are shown the calls and their results too."""
+class WithTools(WithCalls):
+    """`task`, in which the model may call tools before each answer."""
+
+    call_measures = MEASURES
 
     def __init__(self, task: EpisodicTask, use: ToolUse) -> None:
         super().__init__(task)
@@ -372,26 +400,6 @@ class WithTools(WrappedTask):
     @property
     def tool_use(self) -> ToolUse:
         return self._use
-
-    @property
-    def measures(self) -> Mapping[str, str]:
-        return {**self.task.measures, **MEASURES}
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        return {**self.task.rates, **MEASURES}
-
-    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        answers = {
-            suite: [(episode, keep_answers(rollout)) for episode, rollout in episodes] for suite, episodes in played.items()
-        }
-        infos = [step.info for episodes in answers.values() for _, rollout in episodes for step in rollout.steps]
-        means = {name: share(info[name] for info in infos if name in info) for name in MEASURES}
-        return {**self.task.measure(answers), **means}
-
-    def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        shown = self.task.show(episode, keep_answers(rollout))
-        return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
 
 
 def keep_answers(rollout: Rollout) -> Rollout:

@@ -133,13 +133,7 @@ def sandbox_arguments(python: Path) -> list[str]:
 def isolate(python: Path) -> list[str]:
     """The arguments of bwrap for namespaces, no capability, and a system to read alone."""
     arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
-    arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
-    return [*arguments, *list_system_mounts(python), "--proc", "/proc", "--dev", "/dev"]
-
-
-def list_system_mounts(python: Path) -> list[str]:
-    """The arguments of bwrap that show `/usr` and an interpreter, to read alone."""
-    arguments = ["--ro-bind", "/usr", "/usr"]
+    arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         path = Path(name)
         if path.is_symlink():
@@ -151,7 +145,7 @@ def list_system_mounts(python: Path) -> list[str]:
         libraries = python.parent.parent / "lib"
         for path in (python, libraries / python.name, *sorted(libraries.glob("libpython*.so*"))):
             arguments += ["--ro-bind-try", str(path), str(path)]
-    return arguments
+    return [*arguments, "--proc", "/proc", "--dev", "/dev"]
 
 
 def find_python(version: str | None, *, others: bool = False) -> Path:

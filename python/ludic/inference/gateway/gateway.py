@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,9 +19,9 @@ from uuid import uuid4
 from ludic.errors import ConfigError
 from ludic.inference.client import SamplesTokens, current_episode
 from ludic.inference.gateway.dialects import chat, completions, messages, responses
-from ludic.inference.gateway.dialects.base import Ask, CallError, encode, openai_error
+from ludic.inference.gateway.dialects.base import Ask, CallError, encode
 from ludic.inference.gateway.http import Exchange, HttpServer, Reply, Request
-from ludic.inference.gateway.session import REPLIES, Answering, Limits, Session, new_key
+from ludic.inference.gateway.session import KEY, REPLIES, Answering, Limits, Session
 from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.request import SamplingParams
 from ludic.types import Message
@@ -66,8 +67,6 @@ class Gateway:
         self._encoder = PromptEncoder(tokenizer, keeps_sampled=history == "sampled")
         self._harness_sampling, self._ignores = sampling == "harness", unsupported == "ignore"
         self._sessions: dict[str, Answering] = {}
-        self._jobs: dict[str, set[_Job]] = {}
-        """Key of a session -> its calls that are being answered, or were not received yet."""
         self._server = HttpServer(self._handle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -120,7 +119,8 @@ class Gateway:
         """A session for one episode. `socket`: a file at which this session alone is served, for an
         agent without a network."""
         self.start()
-        session = Session(f"{self.url}/v1", new_key(), prompt, messages, row or {}, seed=seed, workspace=workspace)
+        key = f"{KEY}{secrets.token_urlsafe(18)}"
+        session = Session(f"{self.url}/v1", key, prompt, messages, row or {}, seed=seed, workspace=workspace)
         limits = limits or Limits()
         own = [length for length in (limits.context, getattr(self._client, "context_length", None)) if length is not None]
         answering = Answering(
@@ -146,7 +146,7 @@ class Gateway:
         answering = self._sessions.pop(session.api_key)
         answering.is_over = True
         self._server.stop_listening(session.api_key)
-        for job in list(self._jobs.pop(session.api_key, ())):
+        for job in list(answering.jobs):
             await job.end()
         answering.end()
         return answering
@@ -168,26 +168,22 @@ class Gateway:
         """The exchange of a request. Never raises."""
         key, path = _find_key(request)
         dialect = DIALECTS.get(path)
-        error_body: Callable[..., dict[str, Any]] = dialect.error_body if dialect else openai_error
         try:
             if path in ("/", "/health"):
-                return _exchange(Reply(200, b"{}"))
+                return _exchange({})
             answering = self._sessions.get(key)
             if answering is None:
                 raise CallError("the key is not of a running episode", 401)
             if path == "/v1/models" or path.startswith("/v1/models/"):
-                return _exchange(Reply(200, encode(_models(path, answering.session.model))))
+                return _exchange(_models(path, answering.session.model))
             if request.method != "POST" or (dialect is None and path != messages.COUNT_PATH):
                 raise CallError(f"{request.method} {path} is no endpoint of the gateway", 404)
             if path == messages.COUNT_PATH:
-                count = await answering.count_tokens(self._read(messages, request))
-                return _exchange(Reply(200, encode({"input_tokens": count})))
+                prompt = await answering.prepare(self._read(messages, request))
+                return _exchange({"input_tokens": len(prompt.ids)})
             return self._call(answering, dialect, request)
-        except CallError as error:
-            return _exchange(Reply(error.status, encode(error_body(str(error), error.status, error.code))))
         except Exception as error:
-            logger.exception("the gateway failed on a request")
-            return _exchange(Reply(500, encode(error_body(f"{type(error).__name__}: {error}", 500, None))))
+            return _exchange(_refuse(error, dialect or chat))
 
     def _read(self, dialect: Any, request: Request) -> Ask:
         ask: Ask = dialect.read(request.body, ignore_format=self._ignores)
@@ -203,7 +199,7 @@ class Gateway:
         # The call whose client has gone; else one that was answered, whose answer may be lost.
         job = next((job for job in known if job.is_abandoned), known[-1] if known else None)
         if job is None:
-            job = _Job(answering, dialect, ask, self._jobs.setdefault(answering.session.api_key, set()))
+            job = _Job(answering, dialect, ask)
             answering.replies.pop(ident, None)
             answering.replies[ident] = [*same, job][-REPLIES:]
             while len(answering.replies) > REPLIES:
@@ -215,11 +211,11 @@ class _Job:
     """One call, from its request to the receipt of its answer. Several requests wait for it if a
     client asks again."""
 
-    def __init__(self, answering: Answering, dialect: Any, ask: Ask, running: set[_Job]) -> None:
-        self._answering, self._dialect, self._running = answering, dialect, running
+    def __init__(self, answering: Answering, dialect: Any, ask: Ask) -> None:
+        self._answering, self._dialect = answering, dialect
         self._waiting, self._is_received = 0, False
         self._settles: list[Callable[[bool], None]] = []
-        running.add(self)
+        answering.jobs.add(self)
         self._task = asyncio.ensure_future(self._sample(ask))
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody has seen it
 
@@ -257,19 +253,14 @@ class _Job:
 
     async def _reply(self) -> Reply:
         """The answer, or the error as the dialect tells it."""
-        error: CallError
         try:
             return await asyncio.shield(self._task)
-        except CallError as refused:
-            error = refused
         except asyncio.CancelledError:
             if not self._task.cancelled():
                 raise
-            error = CallError("the episode is over; no call is answered any more", 403)
-        except Exception as failed:
-            logger.exception("the gateway failed on a call")
-            error = CallError(f"{type(failed).__name__}: {failed}", 500)
-        return Reply(error.status, encode(self._dialect.error_body(str(error), error.status, error.code)))
+            return _refuse(CallError("the episode is over; no call is answered any more", 403), self._dialect)
+        except Exception as error:
+            return _refuse(error, self._dialect)
 
     def _receive(self) -> None:
         self._is_received = True
@@ -289,12 +280,21 @@ class _Job:
         for settle in settles:
             settle(delivered)
         if settles or self.has_failed or not delivered:
-            self._running.discard(self)
+            self._answering.jobs.discard(self)
 
 
-def _exchange(reply: Reply) -> Exchange:
+def _refuse(error: Exception, dialect: Any) -> Reply:
+    """The error as the dialect tells it."""
+    if not isinstance(error, CallError):
+        logger.error("the gateway failed on a call", exc_info=error)
+        error = CallError(f"{type(error).__name__}: {error}", 500)
+    return Reply(error.status, encode(dialect.error_body(str(error), error.status, error.code)))
+
+
+def _exchange(reply: Reply | Mapping[str, Any]) -> Exchange:
+    """An exchange that is answered already."""
     done: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-    done.set_result(reply)
+    done.set_result(reply if isinstance(reply, Reply) else Reply(200, encode(reply)))
     return Exchange(done)
 
 
@@ -308,7 +308,7 @@ def _find_key(request: Request) -> tuple[str, str]:
     headers = request.headers
     bearer = headers.get("authorization", "")
     sent = [headers.get("x-api-key", ""), bearer[7:] if bearer[:7].lower() == "bearer " else "", headers.get("api-key", "")]
-    keys = [each for each in sent if each.startswith("sk-ludic-")]
+    keys = [each for each in sent if each.startswith(KEY)]
     return (request.key_hint or next(iter(keys), "")), _normal(path)
 
 

@@ -70,14 +70,6 @@ class Exchange:
 Handler = Callable[[Request], Awaitable[Exchange]]
 
 
-class BadRequestError(Exception):
-    """A connection that cannot go on: the status that it is told, and why."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
 class HttpServer:
     """Serves one handler on any number of sockets, of TCP and of files. Belongs to the event loop
     that it is started on."""
@@ -85,7 +77,6 @@ class HttpServer:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._servers: dict[str, asyncio.Server] = {}
-        self._connections: set[asyncio.Task[None]] = set()
         self._open: dict[str, set[asyncio.Task[None]]] = {}
         """Key of a socket file, or "" for TCP -> its connections."""
 
@@ -116,7 +107,7 @@ class HttpServer:
         """Close all sockets and connections."""
         for key in list(self._servers):
             self.stop_listening(key)
-        connections = list(self._connections)
+        connections = [task for tasks in self._open.values() for task in tasks]
         for task in connections:
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
@@ -129,13 +120,11 @@ class HttpServer:
                 writer.close()
                 return
             of_key.add(task)
-            self._connections.add(task)
             try:
                 await _Connection(reader, writer, self._handler, key).serve()
             except (ConnectionError, TimeoutError, h11.ProtocolError, asyncio.CancelledError):
                 pass  # the client's fault, or the server ends: nothing is left to say
             finally:
-                self._connections.discard(task)
                 of_key.discard(task)
                 if not of_key:
                     self._open.pop(key, None)
@@ -156,9 +145,6 @@ class _Connection:
         while True:
             try:
                 request = await self._read_request()
-            except BadRequestError as error:
-                await self._write(Reply(error.status, str(error).encode(), "text/plain"), close=True)
-                return
             except h11.RemoteProtocolError as error:
                 if self._http.our_state is h11.IDLE or self._http.our_state is h11.SEND_RESPONSE:
                     await self._write(Reply(error.error_status_hint, str(error).encode(), "text/plain"), close=True)
@@ -176,7 +162,7 @@ class _Connection:
         """The next request; None at the end of the connection."""
         head: h11.Request | None = None
         body: list[bytes] = []
-        size = 0
+        size, too_large = 0, h11.RemoteProtocolError(f"a body may have {BODY_BYTES} bytes", 413)
         deadline = asyncio.get_running_loop().time() + (IDLE_S if self._has_answered else min(FIRST_S, IDLE_S))
         while True:
             event = self._http.next_event()
@@ -192,16 +178,16 @@ class _Connection:
                 except TimeoutError:
                     if head is None and not started:
                         return None
-                    raise BadRequestError(408, "the request took too long") from None
+                    raise h11.RemoteProtocolError("the request took too long", 408) from None
             elif isinstance(event, h11.Request):
                 head, deadline = event, asyncio.get_running_loop().time() + BODY_S
                 announced = dict(event.headers).get(b"content-length", b"0")
                 if not announced.isdigit() or int(announced) > BODY_BYTES:
-                    raise BadRequestError(413, f"a body may have {BODY_BYTES} bytes")
+                    raise too_large
             elif isinstance(event, h11.Data):
                 size += len(event.data)
                 if size > BODY_BYTES:
-                    raise BadRequestError(413, f"a body may have {BODY_BYTES} bytes")
+                    raise too_large
                 body.append(bytes(event.data))
             elif isinstance(event, h11.EndOfMessage) and head is not None:
                 headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
@@ -227,9 +213,7 @@ class _Connection:
             exchange.on_sent()
             if self._http.our_state is h11.SEND_BODY:  # a stream that has sent pings
                 body = reply.body if reply.status < 400 else b"event: error\ndata: " + reply.body + b"\n\n"
-                self._send(h11.Data(data=body))
-                self._send(h11.EndOfMessage())
-                await self._drain()
+                await self._end(body)
             else:
                 await self._write(reply)
         except BaseException:
@@ -258,14 +242,14 @@ class _Connection:
     async def _write(self, reply: Reply, *, close: bool = False) -> None:
         headers = [("content-type", reply.content_type), ("content-length", str(len(reply.body)))]
         self._send(h11.Response(status_code=reply.status, headers=[*headers, *([("connection", "close")] if close else [])]))
-        self._send(h11.Data(data=reply.body))
-        self._send(h11.EndOfMessage())
-        await self._drain()
+        await self._end(reply.body)
 
     def _send(self, event: h11.Event) -> None:
         if data := self._http.send(event):
             self._writer.write(data)
 
-    async def _drain(self) -> None:
+    async def _end(self, body: bytes) -> None:
+        self._send(h11.Data(data=body))
+        self._send(h11.EndOfMessage())
         async with asyncio.timeout(BODY_S):
             await self._writer.drain()

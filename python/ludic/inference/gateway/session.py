@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +20,13 @@ from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.inference.client import Episode, Sampled, SamplesTokens, as_episode
 from ludic.inference.gateway.dialects.base import Answered, Ask, CallError
 from ludic.inference.prompts.encoder import Answer, PromptEncoder
-from ludic.inference.prompts.template import Dialogue
+from ludic.inference.prompts.template import Dialogue, encode_text
 from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, ToolRequest, derive_seed
 from ludic.types import Message, TokenTrace, read_list
 
+KEY = "sk-ludic-"
+"""How the keys of sessions begin."""
 IN_FLIGHT = 64
 """Calls of one session at a time."""
 REPLIES = 64
@@ -134,10 +135,6 @@ class Session:
         }
 
 
-def new_key() -> str:
-    return f"sk-ludic-{secrets.token_urlsafe(18)}"
-
-
 def path_of(call: Call, calls: Sequence[Call]) -> list[int]:
     """The numbers of a call and of the calls before it on its path, the call first."""
     numbers, at = [call.number], call.parent
@@ -169,6 +166,8 @@ class Answering:
         """`refused` and `undelivered` calls."""
         self.ignored: dict[str, Any] = {}
         """Settings of sampling that the agent asked for, with their first values."""
+        self.jobs: set[Any] = set()
+        """Its calls that are being answered, or were not received yet."""
         self.replies: dict[str, list[Any]] = {}
         """Hash of a request -> its jobs, for a client that asks again."""
         self.responses: dict[str, tuple[Call, int]] = {}
@@ -202,11 +201,12 @@ class Answering:
             path = [self.session.calls[number] for number in reversed(path_of(named, self.session.calls))]
             known = [message for call in path for message in (*call.messages, call.answer)]
             ask.messages[ask.num_instructions : ask.num_instructions] = known[skipped:]
+        ask.stop = [*self.sampling.stop_texts, *ask.stop]
         self._open += ask.n
         reserved = 0
         key, drawn, numbers = b"", set[int](), list[int]()
         try:
-            prompt = await self._prepare(ask)
+            prompt = await self.prepare(ask)
             room = self._room(ask, len(prompt.ids))
             reserved = room * ask.n
             self._num_reserved += reserved
@@ -246,10 +246,6 @@ class Answering:
             call.trace = turn.hold(call.trace)
             self._numbers[turn.number] = call.number
 
-    async def count_tokens(self, ask: Ask) -> int:
-        """The tokens of the prompt of a call."""
-        return len((await self._prepare(ask)).ids)
-
     def _check_limits(self, ask: Ask) -> None:
         limit = self.limits.max_calls
         if self.is_over:
@@ -283,14 +279,14 @@ class Answering:
             room = min(room, left)
         return min(room, ask.max_tokens) if ask.max_tokens else room
 
-    async def _prepare(self, ask: Ask) -> Prompt:
+    async def prepare(self, ask: Ask) -> Prompt:
         """The prompt of a call. A long one is made in a thread, so that others are answered
         meanwhile."""
         return await asyncio.to_thread(self._make_prompt, ask) if ask.size > IN_LOOP else self._make_prompt(ask)
 
     def _make_prompt(self, ask: Ask) -> Prompt:
         if ask.prompt is not None:
-            ids = self._encoder.encode_text(ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
+            ids = encode_text(self._encoder.tokenizer, ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
             try:
                 fault = find_token_fault(ids, vocab_size=len(self._encoder.tokenizer))
             except (DataError, DataTypeError) as error:
@@ -308,10 +304,9 @@ class Answering:
             raise CallError(f"the chat template cannot render this conversation: {error}") from error
 
     async def _sample(self, prompt: Prompt, ask: Ask, room: int, key: bytes, number: int) -> Sampled:
-        given = _valid(ask.sampling) if self._harness_sampling else {}
-        stop = [*self.sampling.stop_texts, *ask.stop]
+        given = {name: value for name, value in ask.sampling.items() if self._harness_sampling and name != "seed"}
         try:
-            sampling = SamplingParams(**{**vars(self.sampling), **given, "max_tokens": room, "stop": stop})
+            sampling = SamplingParams(**{**vars(self.sampling), **given, "max_tokens": room, "stop": ask.stop})
         except ConfigError as error:
             raise CallError(str(error)) from None
         base = self.session.seed
@@ -325,13 +320,8 @@ class Answering:
             raise CallError(f"the model could not answer: {error}", 503) from error
 
     def _read(self, prompt: Prompt, ask: Ask, sampled: Sampled, dialect: str, seconds: float) -> tuple[Answered, Call, Answer]:
-        answer = self._encoder.read_answer(
-            prompt,
-            sampled,
-            stops=[*self.sampling.stop_texts, *ask.stop],
-            splits_reasoning=ask.prompt is None,
-            remembers=False,
-        )
+        is_chat = ask.prompt is None
+        answer = self._encoder.read_answer(prompt, sampled, stops=ask.stop, splits_reasoning=is_chat, remembers=False)
         ids = read_list(sampled.trace, "completion_token_ids")
         self._num_sampled += len(ids)
         parent = prompt.parent
@@ -345,17 +335,13 @@ class Answering:
             policy_version=sampled.policy_version,
             dialect=dialect,
             model=ask.model,
-            messages=list(ask.messages[seen:]) if ask.prompt is None else [{"role": "user", "content": str(ask.prompt)}],
+            messages=list(ask.messages[seen:]) if is_chat else [{"role": "user", "content": str(ask.prompt)}],
             answer=answer.message,
             text=answer.whole,
             seconds=seconds,
             weight_versions=sampled.weight_versions,
         )
         return _shown(answer, ask, prompt, ids, self._encoder), call, answer
-
-
-def _valid(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sampling.items() if name in SamplingParams.__dataclass_fields__}
 
 
 def _shown(answer: Answer, ask: Ask, prompt: Prompt, ids: Sequence[int], encoder: PromptEncoder) -> Answered:

@@ -30,10 +30,8 @@ from ludic.types import ChatResponse, TokenTrace
 LogprobsMode = Literal["raw", "processed"]
 
 
-@dataclass
-class _Result:
-    prompt: Prompt | list[int]
-    sampled: Sampled
+_Result = tuple[Prompt | list[int], Sampled]
+"""What was read and what was sampled."""
 
 
 @dataclass
@@ -136,11 +134,10 @@ class LocalChatClient:
         """
         refuse_extensions(request, self)
         dialogue, episode = Dialogue.of(request), current_episode()
-        result = await self._enqueue(dialogue, request.sampling, request.seed)
-        assert isinstance(result.prompt, Prompt)
-        stops = request.sampling.stop_texts
-        answer = self._prompts.read_answer(result.prompt, result.sampled, stops=stops, episode=episode)
-        info: dict[str, Any] = {"policy_version": result.sampled.policy_version}
+        prompt, sampled = await self._enqueue(dialogue, request.sampling, request.seed)
+        assert isinstance(prompt, Prompt)
+        answer = self._prompts.read_answer(prompt, sampled, stops=request.sampling.stop_texts, episode=episode)
+        info: dict[str, Any] = {"policy_version": sampled.policy_version}
         if dialogue.tools:
             choice = {"index": 0, "message": answer.message, "finish_reason": answer.trace.finish_reason}
             info["raw_response"] = {"choices": [choice]}
@@ -156,7 +153,7 @@ class LocalChatClient:
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> Sampled:
         """`complete_tokens`, with the version of the weights that sampled."""
-        return (await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed)).sampled
+        return (await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed))[1]
 
     @property
     def context_length(self) -> int | None:
@@ -275,7 +272,7 @@ class LocalChatClient:
             )
             for i, completion in zip(requests, completions, strict=True):
                 if all(map(math.isfinite, completion.logprobs)):
-                    results[i] = _Result(prompts[i], self._sampled(requests[i].prompt_ids, completion, version))
+                    results[i] = prompts[i], self._sampled(requests[i].prompt_ids, completion, version)
                 else:
                     results[i] = InferenceError(
                         "the model's log-probabilities are not finite; check its weights and its number format"

@@ -7,44 +7,34 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.inference.client import Episode, Sampled
 from ludic.inference.prompts.bridge import THINK, THINK_END, TemplateBridge
-from ludic.inference.prompts.template import (
-    ChatTemplate,
-    Dialogue,
-    begin_prompt,
-    encode_text,
-    find_turn_end,
-    read_template,
-    special_tokens,
-)
+from ludic.inference.prompts.template import ChatTemplate, Dialogue, begin_prompt, find_turn_end, read_template, special_tokens
 from ludic.inference.prompts.tool_formats import ToolFormat, Tools, completion_finish_reason, count_tool_calls
 from ludic.inference.prompts.transcript import Prompt, Text, Transcript, Turn
 from ludic.types import Message, TokenTrace, read_list, stored
-
-V = TypeVar("V")
 
 CACHE_SIZE = 4096
 """Dialogues in a cache, whose prompts the samples of a group share; and turns that are remembered
 for requests outside of episodes."""
 
 
-class DialogueCache(Generic[V]):
-    """A value for each of the last `CACHE_SIZE` dialogues. Thread-safe."""
+class DialogueCache:
+    """The ids of each of the last `CACHE_SIZE` dialogues. Thread-safe."""
 
     def __init__(self) -> None:
-        self._values: OrderedDict[str, V] = OrderedDict()
+        self._values: OrderedDict[str, array[int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, dialogue: Dialogue) -> V | None:
+    def get(self, dialogue: Dialogue) -> array[int] | None:
         key = dialogue.key
         with self._lock:
             return self._values.get(key)
 
-    def put(self, dialogue: Dialogue, value: V) -> None:
+    def put(self, dialogue: Dialogue, value: array[int]) -> None:
         """Store a value; drops the oldest values beyond `CACHE_SIZE`."""
         key = dialogue.key
         with self._lock:
@@ -102,7 +92,7 @@ class PromptEncoder:
         """`keeps_sampled`: as of a `Transcript`."""
         self.tokenizer, self._keeps_sampled = tokenizer, keeps_sampled
         self._template, self._bridge = ChatTemplate(tokenizer), TemplateBridge(tokenizer)
-        self._whole: DialogueCache[array[int]] = DialogueCache()
+        self._whole = DialogueCache()
         """The ids of dialogues that continue nothing."""
         self._lock = threading.Lock()
         self._outside = Transcript(self._bridge, max_turns=CACHE_SIZE, keeps_sampled=keeps_sampled)
@@ -114,10 +104,6 @@ class PromptEncoder:
         """Tokens that end an answer in addition to the tokenizer's end token, which servers
         know."""
         return sorted(find_turn_end(self.tokenizer).ids - {getattr(self.tokenizer, "eos_token_id", None)})
-
-    def encode_text(self, text: str) -> list[int]:
-        """The ids of a plain text."""
-        return encode_text(self.tokenizer, text)
 
     def encode(self, dialogue: Dialogue, episode: Episode | None = None, *, begun: Message | None = None) -> Prompt:
         """The prompt of a dialogue, and of an answer to it that is `begun`. Raises ConfigError if
@@ -139,19 +125,15 @@ class PromptEncoder:
 
     def _encode(self, prompts: Sequence[Prompt]) -> None:
         """Fill in the ids."""
-        made = [prompt for prompt in prompts if not prompt.ids]
-        texts = list(dict.fromkeys(self._source(part) for prompt in made for part in prompt.parts if isinstance(part, Text)))
+        texts = list(dict.fromkeys(self._source(part) for prompt in prompts for part in prompt.parts if isinstance(part, Text)))
         encoded = dict(zip(texts, self._tokenize(texts), strict=True)) if texts else {}
-        for prompt in made:
-            for part in prompt.parts:
-                prompt.ids += self._ids_of(part, encoded) if isinstance(part, Text) else part
-            if prompt.parent is None:
-                prompt.ids = begin_prompt(self.tokenizer, prompt.ids)
-                self._whole.put(prompt.dialogue, array("i", prompt.ids))
         for prompt in prompts:
-            if prompt.appended:
-                part = Text(prompt.appended, self._bridge.turn_end)
-                prompt.ids += self._ids_of(part, {self._source(part): self._tokenize(self._source(part))})
+            for number, part in enumerate(prompt.parts):
+                ids = self._ids_of(part, encoded) if isinstance(part, Text) else part
+                if prompt.parent is None and number == 0 and isinstance(part, Text):
+                    ids = begin_prompt(self.tokenizer, list(ids))
+                    self._whole.put(prompt.dialogue, array("i", ids))
+                prompt.ids += ids
 
     def read_answer(
         self,
@@ -221,29 +203,27 @@ class PromptEncoder:
         else:
             prompt = Prompt(dialogue, (), "root")
         if prompt.parent is None:
-            prompt.ids = list(self._whole.get(prompt.dialogue) or ())
-            if not prompt.ids:
-                shown = prompt.dialogue
-                prompt.parts = [Text(self._template.render(shown.messages, shown.tools, **shown.template_kwargs))]
+            shown, known = prompt.dialogue, self._whole.get(prompt.dialogue)
+            prompt.parts = [known or Text(self._template.render(shown.messages, shown.tools, **shown.template_kwargs))]
+        appended = ""
         if begun is not None and not prompt.begun:
-            prompt.begun = prompt.appended = str(begun.get("content") or "")
+            appended = str(begun.get("content") or "")
         elif dialogue.forced is not None:
-            prompt.begun = prompt.appended = self._bridge.begin_call(dialogue)
+            appended = self._bridge.begin_call(dialogue)
+        if appended:
+            prompt.begun, prompt.parts = appended, [*prompt.parts, Text(appended, self._bridge.turn_end)]
         return prompt
 
     def _source(self, part: Text) -> str:
         """The text to encode, after the text of the token before it: tokenizers with pieces put a
         space before a text that stands alone, and some drop what follows a special token."""
-        return part.text if part.after is None else self._text_of(part.after) + part.text
+        return part.text if part.after is None else self.decode([part.after], special=True) + part.text
 
     def _ids_of(self, part: Text, encoded: Mapping[str, list[int]]) -> list[int]:
         ids = encoded[self._source(part)]
         if part.after is None or ids[:1] == [part.after]:
             return ids if part.after is None else ids[1:]
         return list(self._tokenize(part.text))  # the token's text is not read as the token
-
-    def _text_of(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _tokenize(self, texts: str | list[str]) -> Any:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -253,8 +233,5 @@ class PromptEncoder:
             return self._outside
         if episode not in self._transcripts:
             self._transcripts[episode] = Transcript(self._bridge, keeps_sampled=self._keeps_sampled)
-            episode.on_end(self._drop)
+            episode.on_end(lambda over: self._transcripts.pop(over, None))
         return self._transcripts[episode]
-
-    def _drop(self, episode: Episode) -> None:
-        self._transcripts.pop(episode, None)

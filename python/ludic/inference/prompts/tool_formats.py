@@ -18,7 +18,6 @@ Tools = Sequence[Mapping[str, Any]]
 LONGEST_CALL = 2**20
 """Characters of the arguments of a call."""
 _DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _hermes(text: str, tools: Tools) -> list[Call]:
     calls, start = [], 0
     while start >= 0:
         call, end = _decode(text, start + len("<tool_call>"))
-        end = _skip(text, end, "</tool_call>")
+        end = _after(r"\s*</tool_call>", text, end)
         calls.append(_named(call, "arguments"))
         start = text.find("<tool_call>", end)
     return calls
@@ -176,8 +175,7 @@ def _llama(text: str, tools: Tools) -> list[Call]:
     while position < len(text):
         call, position = _decode(text, position)
         calls.append(_named(call, "parameters"))
-        separated = re.compile(r"[\s;]*").match(text, position)
-        position = position if separated is None else separated.end()
+        position = _after(r"[\s;]*", text, position)
     return calls
 
 
@@ -221,20 +219,15 @@ FORMATS = {
 
 def _decode(text: str, position: int) -> tuple[Any, int]:
     """The JSON value at a position, after white space, and where it ends. Raises ValueError."""
-    return _DECODER.raw_decode(text, _after_space(text, position))
+    return _DECODER.raw_decode(text, _after(r"\s*", text, position))
 
 
-def _skip(text: str, position: int, closing: str) -> int:
-    """Where `closing` ends, after white space. Raises ValueError if something else is there."""
-    position = _after_space(text, position)
-    if not text.startswith(closing, position):
-        raise ValueError(f"{closing} is missing")
-    return position + len(closing)
-
-
-def _after_space(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    return position if match is None else match.end()
+def _after(pattern: str, text: str, position: int) -> int:
+    """Where the pattern ends that begins at a position. Raises ValueError if it does not."""
+    match = re.compile(pattern).match(text, position)
+    if match is None:
+        raise ValueError(f"{pattern} is missing")
+    return match.end()
 
 
 def _named(call: Any, key: str) -> Call:

@@ -73,13 +73,11 @@ class Prompt:
     shared: int = 0
     """Leading ids that are the parent's."""
     parts: Sequence[Sequence[int] | Text] = ()
-    """Ids, and texts to encode; empty for a prompt that is to be rendered as a whole."""
+    """Ids, and texts to encode."""
     ids: list[int] = field(default_factory=list)
     """[P] all ids, once they are encoded."""
     begun: str = ""
     """Text at the end of the prompt that begins the answer."""
-    appended: str = ""
-    """The part of `begun` that is yet to be encoded."""
 
 
 class Transcript:

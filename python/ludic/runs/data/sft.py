@@ -334,14 +334,12 @@ class Warmup:
         epochs = 1 if section.epochs is None else section.epochs
         return cls(items, epochs * -(-len(items) // section.batch_size), formats)
 
-    def make_source(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Any:
+    def make_source(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> DemonstrationSource | ItemBatchSource:
         """The batches, which follow from the seed: a resumed run gets the same."""
         batch_size, seed = recipe.warmup.batch_size, recipe.seed
         if self.items is None:
-            prompt = recipe.rollout.system_prompt
-            if task.agent is not None:
-                return AgentDemonstrations(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=prompt)
-            return DemonstrationSource(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=prompt)
+            kind = DemonstrationSource if task.agent is None else AgentDemonstrations
+            return kind(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=recipe.rollout.system_prompt)
         source = ItemBatchSource(self.items, batch_size=batch_size, seed=seed, name="warmup")
         source.unshard()  # all ranks share its batches
         return source

@@ -35,11 +35,7 @@ from ludic.columns import Column, append_ids, float_column, int_column, join_ids
 from ludic.errors import DataError, DataTypeError, check_value
 from ludic.files.json_values import to_builtin
 from ludic.training.batching.candidates import pack_candidates, unpack_candidates
-from ludic.training.batching.sample_codec import (
-    PackedSamples,
-    pack_samples,
-    unpack_samples,
-)
+from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
 from ludic.training.rollouts.episodes import (
     EpisodeFailure,
@@ -202,7 +198,10 @@ def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: Sa
         raise EntryError(f"the entry has {len(content.counts)} counts of episodes")
     _check_counts(len(content.rollouts), [len(rollout.steps) for rollout in content.rollouts], limits)
     try:
-        rollouts = [Rollout(each.id, _decode_steps(each.steps), each.meta) for each in content.rollouts]
+        rollouts = [Rollout(each.id, [], each.meta) for each in content.rollouts]
+        for rollout, each in zip(rollouts, content.rollouts, strict=True):
+            for step in each.steps:
+                rollout.steps.append(_decode_step(step, rollout.steps[-1] if rollout.steps else None))
     except EntryError:
         raise
     except (DataError, TypeError, ValueError) as error:
@@ -239,13 +238,6 @@ def _encode_step(step: Step, before: Step | None) -> _Step:
 def _ids_of(step: Step | None) -> Column:
     """The prompt and the answer of a step; none without a trace."""
     return int_column([]) if step is None or step.trace is None else join_ids(*trace_columns(step.trace)[:2])
-
-
-def _decode_steps(sent: Sequence[_Step]) -> list[Step]:
-    steps: list[Step] = []
-    for step in sent:
-        steps.append(_decode_step(step, steps[-1] if steps else None))
-    return steps
 
 
 def _decode_step(step: _Step, before: Step | None) -> Step:

@@ -78,9 +78,11 @@ class Answered:
     """The stop string that ended it."""
 
 
-class Sampling(Struct):
-    """Settings of sampling that dialects share."""
+class Body(Struct):
+    """What the requests of all dialects have."""
 
+    model: str = ""
+    stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -88,9 +90,17 @@ class Sampling(Struct):
     frequency_penalty: float | None = None
     seed: int | None = None
 
-    def given(self) -> dict[str, Any]:
-        """The settings of the request, by name."""
-        return {name: value for name in Sampling.__struct_fields__ if (value := getattr(self, name)) is not None}
+    def shared(self) -> dict[str, Any]:
+        """These as fields of an `Ask`."""
+        settings = {name: getattr(self, name) for name in Body.__struct_fields__ if name not in ("model", "stream")}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return {"model": self.model, "stream": bool(self.stream), "sampling": given}
+
+
+class Format(Struct, frozen=True):
+    """The format of an answer in OpenAI's dialects."""
+
+    type: str = "text"
 
 
 class Part(Struct):
@@ -114,9 +124,19 @@ def join_text(content: Content, where: str) -> str:
     return "".join(part.text or part.refusal or "" for part in content)
 
 
-def make_call(ident: str | None, name: str, arguments: str) -> dict[str, Any]:
-    """A call in OpenAI's form."""
-    return {"id": ident or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+def refuse_format(given: Format | None, field: str, *, ignore: bool) -> None:
+    """Raise CallError for a format that needs constrained decoding."""
+    if given is not None and given.type != "text" and not ignore:
+        raise CallError(
+            f"{field} {given.type!r} needs constrained decoding, whose tokens are no samples of the model; "
+            "agent.unsupported=ignore answers without it"
+        )
+
+
+def make_call(ident: str | None, name: str, arguments: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """A call in OpenAI's form, with its arguments as JSON text."""
+    text = arguments if isinstance(arguments, str) else encode(arguments or {}).decode()
+    return {"id": ident or "", "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def make_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:

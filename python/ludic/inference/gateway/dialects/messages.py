@@ -8,26 +8,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from ludic.inference.gateway.dialects.base import (
-    Answered,
-    Ask,
-    CallError,
-    Content,
-    Events,
-    Part,
-    Sampling,
-    decode,
-    encode,
-    event,
-    join_text,
-    make_call,
-    make_tool,
-)
+from ludic.inference.gateway.dialects import base
 from ludic.types import Message
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
-PING = event({"type": "ping"}, "ping")
+PING = base.event({"type": "ping"}, "ping")
 ID = "msg_"
 _CHANGING = "x-anthropic-"
 """How system blocks begin that change with every request, such as a header of billing: they are no
@@ -42,7 +28,7 @@ class _Block(Struct, frozen=True):
     name: str = ""
     input: dict[str, Any] = {}
     tool_use_id: str = ""
-    content: Content = None
+    content: base.Content = None
 
 
 class _Message(Struct, frozen=True):
@@ -62,27 +48,25 @@ class _Choice(Struct, frozen=True):
     name: str | None = None
 
 
-class _Body(Sampling):
+class _Body(base.Body):
     messages: list[_Message] | None = None
-    model: str = ""
-    system: str | list[Part] | None = None
+    system: str | list[base.Part] | None = None
     tools: list[_Tool] | None = None
     tool_choice: _Choice | None = None
-    stream: bool | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
 
 
-def read(body: bytes, *, ignore_format: bool = False) -> Ask:
+def read(body: bytes, *, ignore_format: bool = False) -> base.Ask:
     """The request. Raises CallError for one that is malformed or asks for what a sampled model
     cannot give. A last message of the assistant begins the answer."""
-    given = decode(body, _Body)
+    given = base.decode(body, _Body)
     if not given.messages:
-        raise CallError("messages is missing or empty; a request needs at least one")
+        raise base.CallError("messages is missing or empty; a request needs at least one")
     system: Any = given.system
     if isinstance(system, list):
         system = [part for part in system if not (part.text or "").startswith(_CHANGING)]
-    text = join_text(system, "system")
+    text = base.join_text(system, "system")
     messages: list[Message] = [{"role": "system", "content": text}] if text else []
     for index, message in enumerate(given.messages):
         messages += _read_message(message, f"messages[{index}].content")
@@ -91,18 +75,16 @@ def read(body: bytes, *, ignore_format: bool = False) -> Ask:
     named = {"type": "function", "function": {"name": given.tool_choice.name if given.tool_choice else ""}}
     for tool in given.tools or ():
         if tool.type not in (None, "custom"):
-            raise CallError(f"the tool {tool.name!r} of type {tool.type!r} runs on Anthropic's servers; offer your own")
-    return Ask(
+            raise base.CallError(f"the tool {tool.name!r} of type {tool.type!r} runs on Anthropic's servers; offer your own")
+    return base.Ask(
         messages=messages,
-        model=given.model,
-        tools=[make_tool(tool.name, tool.description, tool.input_schema) for tool in given.tools or ()],
+        tools=[base.make_tool(tool.name, tool.description, tool.input_schema) for tool in given.tools or ()],
         tool_choice={"any": "required", "none": "none", "tool": named}.get(kind or "auto"),  # type: ignore[arg-type]
-        stream=bool(given.stream),
         max_tokens=given.max_tokens,
         stop=given.stop_sequences or [],
         include_usage=True,
         begun=begun,
-        sampling=given.given(),
+        **given.shared(),
     )
 
 
@@ -119,36 +101,32 @@ def _read_message(message: _Message, where: str) -> list[Message]:
             case "thinking":
                 thoughts.append(block.thinking)
             case "tool_use":
-                calls.append(make_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
+                calls.append(base.make_call(block.id, block.name, block.input))
             case "tool_result":
-                text = join_text(block.content, f"{where}: a tool_result")
+                text = base.join_text(block.content, f"{where}: a tool_result")
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
             case "redacted_thinking":
                 pass
             case other:
-                raise CallError(f"{where} has a block of type {other!r}; the model reads text only")
+                raise base.CallError(f"{where} has a block of type {other!r}; the model reads text only")
     made: Message = {"role": message.role, "content": "".join(texts)}
     made |= {"tool_calls": calls} if calls else {}
     made |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
     return [*results, made] if texts or calls or not results else results
 
 
-def _blocks(answer: Answered) -> list[dict[str, Any]]:
+def _blocks(answer: base.Answered) -> list[dict[str, Any]]:
     thought = [] if answer.reasoning is None else [{"type": "thinking", "thinking": answer.reasoning, "signature": "ludic"}]
     text = [{"type": "text", "text": answer.text}] if answer.text or not answer.tool_calls else []
+    called = [(call["id"], call["function"]) for call in answer.tool_calls]
     calls = [
-        {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "input": json.loads(call["function"]["arguments"]),
-        }
-        for call in answer.tool_calls
+        {"type": "tool_use", "id": ident, "name": function["name"], "input": json.loads(function["arguments"])}
+        for ident, function in called
     ]
     return [*thought, *text, *calls]
 
 
-def write(ask: Ask, answers: Sequence[Answered], ident: str) -> dict[str, Any]:
+def write(ask: base.Ask, answers: Sequence[base.Answered], ident: str) -> dict[str, Any]:
     """The body of a whole answer."""
     [answer] = answers
     reasons = {"stop": "stop_sequence" if answer.stop_text else "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -169,12 +147,12 @@ def write(ask: Ask, answers: Sequence[Answered], ident: str) -> dict[str, Any]:
     }
 
 
-def stream(ask: Ask, answers: Sequence[Answered], ident: str) -> Events:
+def stream(ask: base.Ask, answers: Sequence[base.Answered], ident: str) -> base.Events:
     """The answer as events."""
     whole = write(ask, answers, ident)
 
     def made(kind: str, **data: Any) -> bytes:
-        return event({"type": kind, **data}, kind)
+        return base.event({"type": kind, **data}, kind)
 
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**whole["usage"], "output_tokens": 1}}
     yield made("message_start", message=begun)
@@ -196,7 +174,7 @@ def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     if block["type"] == "thinking":
         signed = {"type": "signature_delta", "signature": block["signature"]}
         return {**block, "thinking": "", "signature": ""}, [{"type": "thinking_delta", "thinking": block["thinking"]}, signed]
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": encode(block["input"]).decode()}]
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": base.encode(block["input"]).decode()}]
 
 
 def error_body(why: str, status: int, code: str | None) -> dict[str, Any]:

@@ -7,40 +7,24 @@ from typing import Any
 
 from msgspec import Struct
 
-from ludic.inference.gateway.dialects.base import (
-    Answered,
-    Ask,
-    CallError,
-    Content,
-    Events,
-    Part,
-    Sampling,
-    decode,
-    event,
-    join_text,
-    make_call,
-    make_tool,
-    now,
-    openai_error,
-)
-from ludic.inference.gateway.dialects.chat import refuse_format
+from ludic.inference.gateway.dialects import base
 from ludic.types import Message
 
 PATH = "/v1/responses"
 PING = b": ping\n\n"
 ID = "resp_"
-error_body = openai_error
+error_body = base.openai_error
 
 
 class _Item(Struct, frozen=True):
     type: str = "message"
     role: str = "user"
-    content: Content = None
-    summary: list[Part] = []
+    content: base.Content = None
+    summary: list[base.Part] = []
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
-    output: str | list[Part] | None = None
+    output: str | list[base.Part] | None = None
 
 
 class _Tool(Struct, frozen=True):
@@ -54,58 +38,50 @@ class _Choice(Struct, frozen=True):
     name: str = ""
 
 
-class _Format(Struct, frozen=True):
-    type: str = "text"
-
-
 class _Text(Struct, frozen=True):
-    format: _Format = _Format()
+    format: base.Format = base.Format()
 
 
-class _Body(Sampling):
+class _Body(base.Body):
     input: str | list[_Item] | None = None
-    model: str = ""
     instructions: str | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Choice | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
     text: _Text | None = None
     previous_response_id: str | None = None
     conversation: Any = None
 
 
-def read(body: bytes, *, ignore_format: bool = False) -> Ask:
+def read(body: bytes, *, ignore_format: bool = False) -> base.Ask:
     """The request. Raises CallError for one that is malformed or asks for what a sampled model
     cannot give."""
-    given = decode(body, _Body)
-    refuse_format(given.text.format.type if given.text else "text", "text.format", ignore=ignore_format)
+    given = base.decode(body, _Body)
+    base.refuse_format(given.text.format if given.text else None, "text.format", ignore=ignore_format)
     if given.conversation:
-        raise CallError("conversation is not kept here; send previous_response_id, or the whole input")
+        raise base.CallError("conversation is not kept here; send previous_response_id, or the whole input")
     items = [_Item(content=given.input)] if isinstance(given.input, str) else given.input or []
     if not items:
-        raise CallError("input is missing or empty; send a text or items")
+        raise base.CallError("input is missing or empty; send a text or items")
     messages: list[Message] = [{"role": "system", "content": given.instructions}] if given.instructions else []
     turn: Message | None = None
     for index, item in enumerate(items):
         turn = _read_item(item, f"input[{index}]", messages, turn)
     for tool in given.tools or ():
         if tool.type != "function":
-            raise CallError(f"a tool of type {tool.type!r} runs on OpenAI's servers; offer functions")
+            raise base.CallError(f"a tool of type {tool.type!r} runs on OpenAI's servers; offer functions")
     choice: Any = given.tool_choice
     if isinstance(choice, _Choice):
         choice = {"type": "function", "function": {"name": choice.name}}
-    return Ask(
+    return base.Ask(
         messages=messages,
-        model=given.model,
-        tools=[make_tool(tool.name, tool.description, tool.parameters) for tool in given.tools or ()],
+        tools=[base.make_tool(tool.name, tool.description, tool.parameters) for tool in given.tools or ()],
         tool_choice=choice,
-        stream=bool(given.stream),
         max_tokens=given.max_output_tokens,
         include_usage=True,
         previous=given.previous_response_id,
         num_instructions=1 if given.instructions else 0,
-        sampling=given.given(),
+        **given.shared(),
     )
 
 
@@ -113,29 +89,29 @@ def _read_item(item: _Item, where: str, messages: list[Message], turn: Message |
     """Add an item to the messages. Items of one turn of the assistant, which is `turn` if one is
     open, are one message. Returns the open turn."""
     if item.type == "function_call_output":
-        text = join_text(item.output, f"{where}.output")
+        text = base.join_text(item.output, f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
         return None
     if item.type == "message" and item.role != "assistant":
         role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": join_text(item.content, f"{where}.content")})
+        messages.append({"role": role, "content": base.join_text(item.content, f"{where}.content")})
         return None
     if item.type not in ("message", "reasoning", "function_call"):
-        raise CallError(f"{where} has the type {item.type!r}; the model reads messages, reasoning and calls of functions")
+        raise base.CallError(f"{where} has the type {item.type!r}; the model reads messages, reasoning and calls of functions")
     begins = {"message": ("content", "tool_calls"), "reasoning": ("content", "tool_calls", "reasoning_content")}
     if turn is None or any(turn.get(name) for name in begins.get(item.type, ())):
         turn = {"role": "assistant", "content": ""}
         messages.append(turn)
     if item.type == "message":
-        turn["content"] = join_text(item.content, f"{where}.content")
+        turn["content"] = base.join_text(item.content, f"{where}.content")
     elif item.type == "reasoning":
-        turn["reasoning_content"] = join_text(item.content or item.summary, f"{where}.content")
+        turn["reasoning_content"] = base.join_text(item.content or item.summary, f"{where}.content")
     else:
-        turn.setdefault("tool_calls", []).append(make_call(item.call_id, item.name, item.arguments))
+        turn.setdefault("tool_calls", []).append(base.make_call(item.call_id, item.name, item.arguments))
     return turn
 
 
-def _items(answer: Answered, ident: str) -> list[dict[str, Any]]:
+def _items(answer: base.Answered, ident: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if answer.reasoning is not None:
         thought = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -144,19 +120,12 @@ def _items(answer: Answered, ident: str) -> list[dict[str, Any]]:
         text = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         items.append({"type": "message", "id": f"msg_{ident}", "role": "assistant", "status": "completed", "content": [text]})
     for index, call in enumerate(answer.tool_calls):
-        items.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{ident}_{index}",
-                "call_id": call["id"],
-                **call["function"],
-                "status": "completed",
-            }
-        )
+        called = {"id": f"fc_{ident}_{index}", "call_id": call["id"], **call["function"]}
+        items.append({"type": "function_call", **called, "status": "completed"})
     return items
 
 
-def write(ask: Ask, answers: Sequence[Answered], ident: str) -> dict[str, Any]:
+def write(ask: base.Ask, answers: Sequence[base.Answered], ident: str) -> dict[str, Any]:
     """The body of a whole answer."""
     [answer] = answers
     is_cut = answer.finish_reason == "length"
@@ -164,7 +133,7 @@ def write(ask: Ask, answers: Sequence[Answered], ident: str) -> dict[str, Any]:
     return {
         "id": ident,
         "object": "response",
-        "created_at": now(),
+        "created_at": base.now(),
         "status": "incomplete" if is_cut else "completed",
         "model": ask.model,
         "output": _items(answer, ident),
@@ -187,33 +156,31 @@ def write(ask: Ask, answers: Sequence[Answered], ident: str) -> dict[str, Any]:
     }
 
 
-def stream(ask: Ask, answers: Sequence[Answered], ident: str) -> Events:
+def stream(ask: base.Ask, answers: Sequence[base.Answered], ident: str) -> base.Events:
     """The answer as events."""
     number = 0
 
     def made(kind: str, **data: Any) -> bytes:
         nonlocal number
         number += 1
-        return event({"type": kind, "sequence_number": number, **data}, kind)
+        return base.event({"type": kind, "sequence_number": number, **data}, kind)
 
     whole = write(ask, answers, ident)
+    empty: dict[str, dict[str, Any]] = {"message": {"content": []}, "function_call": {"arguments": ""}}
     yield made("response.created", response={**whole, "output": [], "status": "in_progress", "usage": None})
     for index, item in enumerate(whole["output"]):
         place = {"output_index": index, "item_id": item["id"]}
-        begun = {**item, "status": "in_progress"}
+        begun = {**item, "status": "in_progress", **empty.get(item["type"], {})}
+        yield made("response.output_item.added", output_index=index, item=begun)
         if item["type"] == "message":
             part = item["content"][0]
             inside = {**place, "content_index": 0}
-            yield made("response.output_item.added", output_index=index, item={**begun, "content": []})
             yield made("response.content_part.added", **inside, part={**part, "text": ""})
             yield made("response.output_text.delta", **inside, delta=part["text"], logprobs=[])
             yield made("response.output_text.done", **inside, text=part["text"], logprobs=[])
             yield made("response.content_part.done", **inside, part=part)
         elif item["type"] == "function_call":
-            yield made("response.output_item.added", output_index=index, item={**begun, "arguments": ""})
             yield made("response.function_call_arguments.delta", **place, delta=item["arguments"])
             yield made("response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
-        else:
-            yield made("response.output_item.added", output_index=index, item=begun)
         yield made("response.output_item.done", output_index=index, item=item)
     yield made(f"response.{whole['status']}", response=whole)
