@@ -66,6 +66,16 @@ def sandbox(request):
         assert listed() == []
 
 
+@pytest.fixture
+def places(monkeypatch):
+    """Where workspaces are made: a folder that the user of sandboxes can enter. Its path is short,
+    as that of a socket has to be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o711)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
 def command(program, *arguments, sandbox="none", **settings):
     python = sys.executable if sandbox == "none" else "/usr/bin/python3"
     return AgentCommand([python, "-c", quoted(ASK + program), *arguments], sandbox=sandbox, **{**container(sandbox), **settings})
@@ -156,11 +166,7 @@ async def test_a_command_that_fails_is_scored_for_what_it_wrote(sandbox):
         await play(command("sys.exit('at once')", sandbox=sandbox))
 
 
-async def test_all_processes_end_with_the_command_or_its_deadline(sandbox, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    if sandbox == "bubblewrap":  # the user of sandboxes has to reach it
-        for folder in (tmp_path, *tmp_path.parents[:-2]):
-            folder.chmod(0o711)
+async def test_all_processes_end_with_the_command_or_its_deadline(sandbox, places):
     mark = f"leftover{os.getpid()}{sandbox}"
     sleeper = f"[sys.executable, '-c', 'import time; time.sleep(600)', '{mark}']"
     child = f"import subprocess; subprocess.Popen({sleeper}, start_new_session=True)"
@@ -171,7 +177,7 @@ async def test_all_processes_end_with_the_command_or_its_deadline(sandbox, tmp_p
     while mark in subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
-    assert not list(tmp_path.glob("ludic-agent-*"))
+    assert not list(places.iterdir())
 
 
 async def test_a_deep_and_a_locked_folder_are_removed(sandbox, tmp_path, monkeypatch):
@@ -195,11 +201,8 @@ real = tempfile.mkdtemp
 
 @pytest.mark.integration
 @pytest.mark.parametrize("sandbox", ["none", "bubblewrap"], indirect=True)
-async def test_a_process_of_an_agent_that_is_killed_costs_its_own_episode_alone(sandbox, tmp_path, monkeypatch):
+async def test_a_process_of_an_agent_that_is_killed_costs_its_own_episode_alone(sandbox, places):
     """50 kills at random moments, of any process between this one and the agent."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for folder in (tmp_path, *tmp_path.parents[:-2]):
-        folder.chmod(0o711)
     mark, draw, killed = f"agent-{os.getpid()}-{sandbox}", random.Random(7), []
 
     def processes():
@@ -229,7 +232,7 @@ async def test_a_process_of_an_agent_that_is_killed_costs_its_own_episode_alone(
     while processes():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
-    assert not list(tmp_path.glob("ludic-agent-*"))
+    assert not list(places.iterdir())
     assert "ludic-agent-" not in Path("/proc/net/unix").read_text()
 
 
@@ -381,11 +384,8 @@ async def test_a_pipe_is_no_output_and_a_narrow_umask_does_no_harm(sandbox):
 
 
 @pytest.mark.parametrize("sandbox", ["none", "bubblewrap"], indirect=True)
-async def test_a_cancelled_command_leaves_nothing(sandbox, tmp_path, monkeypatch):
+async def test_a_cancelled_command_leaves_nothing(sandbox, places, tmp_path):
     """Cancelled at moments of its start, 40 times."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for folder in (tmp_path, *tmp_path.parents[:-2]):
-        folder.chmod(0o711)
     mark, draw = f"cancelled-{os.getpid()}-{sandbox}", random.Random(3)
     python = sys.executable if sandbox == "none" else "/usr/bin/python3"
     (tmp_path / "files").mkdir()
@@ -407,7 +407,7 @@ async def test_a_cancelled_command_leaves_nothing(sandbox, tmp_path, monkeypatch
         await asyncio.sleep(0.1)
     assert max(seconds) < 20, seconds
     assert len(os.listdir("/proc/self/fd")) <= files + 2  # of the event loop
-    assert not list(tmp_path.glob("ludic-agent-*"))
+    assert not list(places.iterdir())
 
 
 @pytest.fixture
