@@ -37,7 +37,7 @@ ROOT_PAGES = {
     "benches/results/reliability.md": "results-reliability.md",
 }
 """File of the repository -> page of the site. The other pages keep their names in docs/."""
-COPIED = ("examples/small_chat.yaml", "benches/results/public_models.json")
+COPIED = ("examples/agent_libraries.py", "examples/small_chat.yaml", "benches/results/public_models.json")
 """Files outside of docs/ to which pages link: the site has copies under the same paths."""
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
