@@ -64,14 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seconds, whole = time.monotonic() - begun, read(folder / "runs" / "whole")
     same = calls = sound = 0
     for number in range(options.runs):
-        run, resume = folder / "runs" / f"run{number}", [f"name=run{number}"]
+        run, first = folder / "runs" / f"run{number}", [*given, f"name=run{number}"]
         after = draw.uniform(0.1, 1.0) * seconds
-        killed = kill_after(after, folder, [*given, *resume])
-        if (run / "config.yaml").exists():
-            resume = ["--resume", str(run)]
-            run_to_end(folder, resume)
-        else:
-            run_to_end(folder, [*given, *resume])
+        killed = kill_after(after, folder, first)
+        run_to_end(folder, ["--resume", str(run)] if (run / "config.yaml").exists() else first)
         ended = read(run)
         is_sound = (ended.episodes, ended.steps, ended.status) == (whole.episodes, whole.steps, whole.status)
         pairs = [pair for ours, theirs in zip(ended.calls, whole.calls, strict=True) for pair in zip(ours, theirs, strict=False)]

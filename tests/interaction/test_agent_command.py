@@ -40,6 +40,18 @@ def ask(text):
     asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     return json.load(urllib.request.urlopen(asked, timeout=20))["choices"][0]["message"]["content"]
 """
+REACH = """
+import socket
+def reach():
+    found = {}
+    for name, address in {"network": ("1.1.1.1", 53), "ssh": ("127.0.0.1", 22), "own": ("127.0.0.1", 8000)}.items():
+        try:
+            socket.create_connection(address, 1).close()
+            found[name] = True
+        except OSError:
+            found[name] = False
+    return found
+"""
 ROW = {"prompt": "question", "question": "question", "answer": "yes", "size": 3, "kind": "image"}
 
 
@@ -77,8 +89,12 @@ def places(monkeypatch):
 
 
 def command(program, *arguments, sandbox="none", **settings):
-    python = sys.executable if sandbox == "none" else "/usr/bin/python3"
-    return AgentCommand([python, "-c", quoted(ASK + program), *arguments], sandbox=sandbox, **{**container(sandbox), **settings})
+    words = [python_of(sandbox), "-c", quoted(ASK + program), *arguments]
+    return AgentCommand(words, sandbox=sandbox, **{**container(sandbox), **settings})
+
+
+def python_of(sandbox):
+    return sys.executable if sandbox == "none" else "/usr/bin/python3"
 
 
 def quoted(program):
@@ -275,16 +291,11 @@ except OSError:
 @pytest.mark.integration
 async def test_a_sandbox_has_no_way_out():
     needs_bubblewrap()
-    program = """
-import socket
+    program = (
+        REACH
+        + """
 ask("x")
-found = {}
-for name, address in {"network": ("1.1.1.1", 53), "ssh": ("127.0.0.1", 22), "own": ("127.0.0.1", 8000)}.items():
-    try:
-        socket.create_connection(address, 1).close()
-        found[name] = True
-    except OSError:
-        found[name] = False
+found = reach()
 for path in ("/root", "/home", "/etc/passwd", "/work", "/tmp/../proc/1/root/root"):
     try:
         found[path] = bool(os.listdir(path) if path != "/etc/passwd" else open(path).read())
@@ -299,6 +310,7 @@ for path in ("/usr/x", "/x", "/run/x"):
         found[path] = False
 print(json.dumps(found))
 """
+    )
     os.environ["LUDIC_TEST_SECRET"] = "hidden"
     try:
         [rollout] = await play(command(program, sandbox="bubblewrap"))
@@ -348,7 +360,7 @@ late = "import time; time.sleep(3); open('late', 'w').close()"
 subprocess.Popen([sys.executable, "-c", late], start_new_session=True)
 open("work", "w").write("done")
 """
-    python = sys.executable if sandbox == "none" else "/usr/bin/python3"
+    python = python_of(sandbox)
     agent = command(program, sandbox=sandbox, verify=[python, "{tests}/check.py"], tests=str(tmp_path))
     [rollout] = await play(agent)
     assert rollout.meta["agent"]["status"] == "ended", rollout.meta["agent"]["error"]
@@ -364,7 +376,7 @@ open("work", "w").write("done")
     ],
 )
 async def test_a_verification_that_fails_has_written_nothing_or_loses_the_episode(sandbox, verify, said, caplog):
-    python = sys.executable if sandbox == "none" else "/usr/bin/python3"
+    python = python_of(sandbox)
     agent = command("ask('x')", sandbox=sandbox, verify=[python, "-c", verify])
     [rollout] = await play(agent, timeout_s=5)
     assert rollout.steps[-1].info["verified"] == ""
@@ -387,7 +399,7 @@ async def test_a_pipe_is_no_output_and_a_narrow_umask_does_no_harm(sandbox):
 async def test_a_cancelled_command_leaves_nothing(sandbox, places, tmp_path):
     """Cancelled at moments of its start, 40 times."""
     mark, draw = f"cancelled-{os.getpid()}-{sandbox}", random.Random(3)
-    python = sys.executable if sandbox == "none" else "/usr/bin/python3"
+    python = python_of(sandbox)
     (tmp_path / "files").mkdir()
     files, seconds = len(os.listdir("/proc/self/fd")), []
     for _ in range(40):
@@ -419,21 +431,18 @@ def container_sandbox(sandbox):
 
 @pytest.mark.integration
 async def test_a_container_has_no_way_out_and_keeps_what_was_installed(container_sandbox):
-    program = """
-import socket
+    program = (
+        REACH
+        + """
 ask("x")
-found = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if line[:6] in ("CapEff", "CapBnd", "NoNewP"))
-for name, address in {"network": ("1.1.1.1", 53), "ssh": ("127.0.0.1", 22), "own": ("127.0.0.1", 8000)}.items():
-    try:
-        socket.create_connection(address, 1).close()
-        found[name] = True
-    except OSError:
-        found[name] = False
+status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines())
+found = reach() | {name: status[name] for name in ("CapEff", "CapBnd", "NoNewPrivs")}
 found["env"] = sorted(name for name in os.environ if "SECRET" in name or "DOCKER" in name)
 found["writes"] = os.access("/run/ludic", os.W_OK)
 open("/tmp/installed", "w").write("1")
 print(json.dumps(found))
 """
+    )
     verify = ["/usr/bin/python3", "-c", "print(open('/tmp/installed').read())"]
     os.environ["LUDIC_TEST_SECRET"] = "hidden"
     try:

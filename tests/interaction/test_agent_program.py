@@ -289,6 +289,10 @@ async def test_the_last_line_of_a_verification_is_the_reward(text, reward):
     assert (rollout.total_reward - before, list(errors)) == ((reward, []) if reward is not None else (0.0, [rollout.id]))
 
 
+def test_without_a_verification_there_is_no_reward():
+    assert make_reward("verified")(["answer", "answer"], verified=[None, "1"]) == [None, 1.0]
+
+
 async def test_settings_of_the_agent_are_told():
     async def agent(session):
         async with session.client() as client:

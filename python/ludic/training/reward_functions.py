@@ -548,9 +548,9 @@ def required_arguments(function: RewardFunction) -> list[str]:
 
 
 def verified_number(completions: Sequence[Any], verified: Sequence[str | None], **columns: Any) -> list[Any]:
-    """The number in the last line that `agent.verify` wrote, 0 if it failed; GradingError for
-    another text."""
-    return [_last_number(text or "") for text in verified]
+    """The number in the last line that `agent.verify` wrote: 0 if it failed, None if there is no
+    such command, GradingError for another text."""
+    return [None if text is None else _last_number(text) for text in verified]
 
 
 def _last_number(text: str) -> float | GradingError:

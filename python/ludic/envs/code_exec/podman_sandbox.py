@@ -111,10 +111,9 @@ class ContainerRemover(Remover):
         listed = run_podman([program, "ps", "--all", *named], timeout_s=END_S, failure="the containers could not be listed")
         if not (names := listed.stdout.split()):
             return {}
+        # What is gone by now is not shown.
         shown = f'{{{{.Name}}}}\t{{{{index .Config.Labels "{OWNER}"}}}}'
-        inspected = run_podman(
-            [program, "inspect", "--format", shown, *names], timeout_s=END_S
-        )  # without those that are gone now
+        inspected = run_podman([program, "inspect", "--format", shown, *names], timeout_s=END_S)
         return dict(line.removeprefix("/").split("\t", 1) for line in inspected.stdout.splitlines() if "\t" in line)
 
     def _remove(self, container: str) -> None:

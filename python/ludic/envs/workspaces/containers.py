@@ -49,17 +49,18 @@ class ContainerWorkspace(Workspace):
         await super().start(files, texts)
         if self.socket is not None and self.socket.exists():
             self.socket.chmod(0o666)  # the image says as which user its programs run
-        if (await run_program([self._program, "image", "inspect", "--", self._image])).code:
+        async with asyncio.timeout(START_S):
+            known = await run_program([self._program, "image", "inspect", "--", self._image])
+        if known.code:
             await self._ask("pull", "--", self._image, timeout_s=PULL_S)
         volumes = [(str(self._run), RUN), *((path, path) for path in self._mounts)]
         shown = [part for source, target in volumes for part in ("--volume", f"{source}:{target}:ro")]
         options = ["--name", self._name, "--label", f"{OWNER}={this_process()}", "--network", "none", "--log-driver", "none"]
         options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
         first = ["--entrypoint", "python3", "--", self._image, "-I", "-S", "-c", WAIT]
-        copied = f"{self._base}/workspace/."
         for command in (
             ["create", *options, *LIMITS, *shown, *self._arguments, *first],
-            ["cp", copied, f"{self._name}:{self.folder}"],
+            ["cp", f"{self._files}/.", f"{self._name}:{self.folder}"],
             ["start", self._name],
         ):
             await run_to_completion(self._ask(*command))  # what is cancelled half-way cannot be removed
@@ -112,8 +113,7 @@ class ContainerWorkspace(Workspace):
 
 @cache
 def _remover(program: str) -> ContainerRemover:
-    """What removes the containers of a program. Those of processes that have ended are removed at
-    once."""
+    """Removes the containers of a program; at once, the ones whose process has ended."""
     remover = ContainerRemover(program)
     remover.remove_leftovers()
     return remover

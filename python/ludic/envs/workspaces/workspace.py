@@ -61,19 +61,20 @@ class Workspace(ABC):
     """
 
     is_contained = True
-    folder = "/workspace"
-    """As its programs see it."""
 
     def __init__(self) -> None:
         self._base = Path(tempfile.mkdtemp(prefix="ludic-agent-"))
-        self._run = self._base / "run"
+        self._files, self._run = self._base / "workspace", self._base / "run"
+        self.folder = "/workspace" if self.is_contained else str(self._files)
+        """As its programs see it."""
         self._run.mkdir()
         self._run.chmod(0o755)
-        shutil.copyfile(relay.__file__, self._run / "relay.py")
-        (self._run / "relay.py").chmod(0o644)
-        if self.is_contained and len(str(self.socket)) > LONGEST_SOCKET:
-            self._delete()
-            raise ConfigError(f"the path {self.socket} is too long for a socket; set TMPDIR to a shorter folder")
+        if self.is_contained:
+            shutil.copyfile(relay.__file__, self._run / "relay.py")
+            (self._run / "relay.py").chmod(0o644)
+            if len(str(self.socket)) > LONGEST_SOCKET:
+                self._delete()
+                raise ConfigError(f"the path {self.socket} is too long for a socket; set TMPDIR to a shorter folder")
 
     @property
     def socket(self) -> Path | None:
@@ -87,7 +88,7 @@ class Workspace(ABC):
 
     async def start(self, files: Path | None, texts: Mapping[str, str]) -> None:
         """Make the folder, with a copy of `files`, and files of `texts` by their names."""
-        await run_to_completion(asyncio.to_thread(self._copy, files, self._base / "workspace", texts))
+        await run_to_completion(asyncio.to_thread(self._copy, files, self._files, texts))
 
     @abstractmethod
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
@@ -128,14 +129,9 @@ class FolderWorkspace(Workspace):
 
     is_contained = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        if not self.is_contained:
-            self.folder = str(self._base / "workspace")
-
     async def get(self, name: str) -> str | None:
         """None also for a link out of the folder."""
-        place = (self._base / "workspace").resolve()
+        place = self._files.resolve()
         path = place / name
         try:
             if not path.resolve().is_relative_to(place) or not path.is_file():
@@ -180,7 +176,7 @@ class BubblewrapWorkspace(FolderWorkspace):
         """The relay is the first process of a sandbox: all others end with it."""
         python, size = find_python(None, others=bool(self._user)), str(64 << 20)
         arguments = ["--as-pid-1", *isolate(python), "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
-        arguments += ["--ro-bind", str(self._run), RUN, "--bind", str(self._base / "workspace"), self.folder]
+        arguments += ["--ro-bind", str(self._run), RUN, "--bind", str(self._files), self.folder]
         for path in self._mounts:
             arguments += ["--ro-bind", path, path]
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.folder, "--clearenv"]

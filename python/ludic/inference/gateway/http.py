@@ -162,7 +162,7 @@ class _Connection:
         """The next request; None at the end of the connection."""
         head: h11.Request | None = None
         body: list[bytes] = []
-        size, too_large = 0, h11.RemoteProtocolError(f"a body may have {BODY_BYTES} bytes", 413)
+        size = 0
         deadline = asyncio.get_running_loop().time() + (IDLE_S if self._has_answered else min(FIRST_S, IDLE_S))
         while True:
             event = self._http.next_event()
@@ -183,11 +183,11 @@ class _Connection:
                 head, deadline = event, asyncio.get_running_loop().time() + BODY_S
                 announced = dict(event.headers).get(b"content-length", b"0")
                 if not announced.isdigit() or int(announced) > BODY_BYTES:
-                    raise too_large
+                    raise h11.RemoteProtocolError(f"a body may have {BODY_BYTES} bytes", 413)
             elif isinstance(event, h11.Data):
                 size += len(event.data)
                 if size > BODY_BYTES:
-                    raise too_large
+                    raise h11.RemoteProtocolError(f"a body may have {BODY_BYTES} bytes", 413)
                 body.append(bytes(event.data))
             elif isinstance(event, h11.EndOfMessage) and head is not None:
                 headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}

@@ -92,8 +92,7 @@ def _read_message(message: _Message, index: int) -> Message:
         "content": base.join_text(message.content, f"messages[{index}].content"),
     }
     if message.tool_calls:
-        called = [(call.id, call.function) for call in message.tool_calls]
-        made["tool_calls"] = [base.make_call(ident, function.name, function.arguments) for ident, function in called]
+        made["tool_calls"] = [base.make_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
     if reasoning := message.reasoning_content or message.reasoning:
         made["reasoning_content"] = reasoning
     if message.role == "tool":
@@ -146,6 +145,8 @@ def usage(answers: Sequence[base.Answered]) -> dict[str, Any]:
 
 def _logprobs(ask: base.Ask, answer: base.Answered) -> dict[str, Any]:
     """The field of a choice that has them, if they were asked for."""
-    tokens = [(text, list(text.encode("utf-8", "replace")), logp) for text, logp in answer.logprobs]
-    content = [{"token": text, "logprob": logp, "bytes": utf8, "top_logprobs": []} for text, utf8, logp in tokens]
+    content = [
+        {"token": text, "logprob": logp, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
+        for text, logp in answer.logprobs
+    ]
     return {"logprobs": {"content": content}} if ask.logprobs else {}
