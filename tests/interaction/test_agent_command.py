@@ -14,24 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import bpe_tokenizer
+from agent_episodes import FETCHED, REACH, needs_bubblewrap, play
 from real_containers import CGROUP, IMAGE, PROGRAMS, changed_environment
 from real_sandboxes import backend_or_skip
-from scripted_sampler import ScriptedSampler
 
-from ludic.envs import DatasetQAEnv
-from ludic.envs.code_exec.bubblewrap import is_bubblewrap_available
 from ludic.envs.code_exec.containers import OWNER, this_process
 from ludic.envs.workspaces import containers
 from ludic.envs.workspaces.workspace import BubblewrapWorkspace, FolderWorkspace
 from ludic.errors import ConfigError, RolloutError
-from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction.agent_command import AgentCommand, fill
-from ludic.interaction.agent_program import AgentUse
-from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
-FETCHED = Path(__file__).parents[2] / "target" / "bubblewrap"
 ASK = """
 import json, os, sys, urllib.request
 def ask(text):
@@ -40,19 +32,6 @@ def ask(text):
     asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     return json.load(urllib.request.urlopen(asked, timeout=20))["choices"][0]["message"]["content"]
 """
-REACH = """
-import socket
-def reach():
-    found = {}
-    for name, address in {"network": ("1.1.1.1", 53), "ssh": ("127.0.0.1", 22), "own": ("127.0.0.1", 8000)}.items():
-        try:
-            socket.create_connection(address, 1).close()
-            found[name] = True
-        except OSError:
-            found[name] = False
-    return found
-"""
-ROW = {"prompt": "question", "question": "question", "answer": "yes", "size": 3, "kind": "image"}
 
 
 @pytest.fixture(autouse=True)
@@ -78,16 +57,6 @@ def sandbox(request):
         assert listed() == []
 
 
-@pytest.fixture
-def places(monkeypatch):
-    """Where workspaces are made: a folder that the user of sandboxes can enter. Its path is short,
-    as that of a socket has to be."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o711)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
-
-
 def command(program, *arguments, sandbox="none", **settings):
     words = [python_of(sandbox), "-c", quoted(ASK + program), *arguments]
     return AgentCommand(words, sandbox=sandbox, **{**container(sandbox), **settings})
@@ -105,32 +74,6 @@ def container(sandbox):
     """The settings of a container of the tests' image, which has links into this machine's /usr."""
     arguments = ["--volume", "/usr:/usr:ro", "--cgroup-parent", f"/{CGROUP}"]
     return {"image": IMAGE, "container_args": arguments} if sandbox in ("docker", "podman") else {}
-
-
-def needs_bubblewrap():
-    if not is_bubblewrap_available():
-        pytest.skip("no bwrap: `make bubblewrap` fetches it")
-
-
-async def play(agent, *, count=1, **settings):
-    use = AgentUse(agent, **settings)
-    sampler = ScriptedSampler(bpe_tokenizer(), lambda *_: "yes")
-    engine = RolloutEngine(
-        env_registry={"question": lambda: DatasetQAEnv(ROW)},
-        protocol_registry={"agent": lambda: use.make_protocol(sampler, system_prompt=None)},
-        max_retries=0,
-    )
-    inference = InferenceSpec(SamplingParams(1.0, 40), ReturnSpec.for_rl())
-    requests = [
-        RolloutRequest(
-            EnvSpec("question"), ProtocolSpec("agent"), sampling_seed=i, inference=inference, meta={"group_id": str(i)}
-        )
-        for i in range(count)
-    ]
-    try:
-        return await engine.generate_rollouts(requests, max_steps=1, for_training=True)
-    finally:
-        use.close()
 
 
 async def test_a_command_calls_the_model_and_its_output_is_the_answer(sandbox, tmp_path):

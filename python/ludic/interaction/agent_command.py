@@ -100,13 +100,16 @@ class AgentCommand:
         if chosen == "none" and self.mounts:
             raise ConfigError("agent.mounts are of a sandbox, and agent.sandbox is none; leave one out")
         if chosen == "none":
-            if shutil.which(self.argv[0]) is None and "{" not in self.argv[0]:
-                raise ConfigError(f"agent.command ({self.argv[0]}) is no program on PATH; give its path")
+            self._check_program()
         elif not (is_bubblewrap_available() if chosen == "bubblewrap" else is_program_ready(chosen)):
             raise ConfigError(
                 f"agent.sandbox ({self.sandbox}) needs {chosen}, and it is not installed or may not be used here; install it, or set "
                 "agent.sandbox=none, without an image, to run the command without a sandbox"
             )
+
+    def _check_program(self) -> None:
+        if shutil.which(self.argv[0]) is None and "{" not in self.argv[0]:
+            raise ConfigError(f"agent.command ({self.argv[0]}) is no program on PATH; give its path")
 
     @property
     def chosen_sandbox(self) -> str:
@@ -156,25 +159,31 @@ class AgentCommand:
         return ended.stdout.strip()
 
     async def _run(self, argv: Sequence[str], session: Session, more: Mapping[str, str], setting: str) -> Ended:
+        values = {**self._values(session), **more}
+        return await session.workspace.exec(
+            [fill(part, values, setting=setting) for part in argv], self._variables(session, values)
+        )
+
+    def _values(self, session: Session) -> dict[str, Any]:
+        """The placeholders."""
         workspace: Workspace = session.workspace
-        base_url = f"http://127.0.0.1:{PORT}/v1" if workspace.is_contained else session.base_url
-        values = {
+        return {
             "prompt": session.prompt,
             "prompt_file": f"{workspace.folder}/{PROMPT_FILE}",
             "workspace": workspace.folder,
-            "base_url": base_url,
+            "base_url": f"http://127.0.0.1:{PORT}/v1" if workspace.is_contained else session.base_url,
             "api_key": session.api_key,
             "model": session.model,
             **_columns(session.row),
-            **more,
         }
-        variables = {
-            **workspace.variables,
-            **session.environment(base_url),
+
+    def _variables(self, session: Session, values: Mapping[str, Any]) -> dict[str, str]:
+        return {
+            **session.workspace.variables,
+            **session.environment(values["base_url"]),
             **{name: fill(value, values, setting=f"agent.env.{name}") for name, value in self.env.items()},
             **{name: os.environ[name] for name in self.secrets},
         }
-        return await workspace.exec([fill(part, values, setting=setting) for part in argv], variables)
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ludic.inference.gateway.gateway import Gateway
 from ludic.inference.gateway.session import Answering, Call, Limits, Session, path_of
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.agent_command import AgentCommand, AgentExitError
+from ludic.interaction.agent_fork import AgentFork
 from ludic.interaction.single_agent import InteractionProtocol, merge_step_info
 from ludic.types import Message, Rollout, Step, StepOutcome
 from ludic.user_objects import GivenNames, import_named
@@ -103,7 +104,9 @@ class AgentUse:
         return AgentProtocol(self, self.gateway_of(client), system_prompt=system_prompt)
 
     def close(self) -> None:
-        """End the gateways; the next episode starts one again."""
+        """End the gateways and the server of forks; the next episode starts them again."""
+        if isinstance(self.function, AgentFork):
+            self.function.close()
         while self._gateways:
             self._gateways.popitem()[1][1].stop()
 

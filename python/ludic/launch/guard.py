@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 PARENT_CHECK_S = 0.2
@@ -43,12 +43,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LINUX = sys.platform == "linux"
 
 
-def guard(link: socket.socket, parent: int, argv: list[str]) -> int:
-    """Run the command until it has ended with all its processes. Returns its wait status.
-
-    The inner process writes one line of JSON to `link`: the process id, or the error if the command
-    cannot be started.
-    """
+def guard(link: socket.socket, parent: int, start: Callable[[socket.socket], int]) -> int:
+    """Run a process until it has ended with all that it started. Returns its wait status. The inner
+    process calls `start` with `link`; it starts the process and returns its id."""
     if _LINUX:
         _prctl(_SUBREAPER, 1)
     alive, outer_end = os.pipe()
@@ -56,7 +53,7 @@ def guard(link: socket.socket, parent: int, argv: list[str]) -> int:
     inner = os.fork()
     if inner == 0:
         os.close(outer_end)
-        _run_inner(link, alive, outer, argv)
+        _run_inner(link, alive, outer, start)
     os.close(alive)
     link.close()
     for handled in _FORWARDED:
@@ -75,12 +72,12 @@ def guard(link: socket.socket, parent: int, argv: list[str]) -> int:
     return _end_all(inner, status)
 
 
-def _run_inner(link: socket.socket, alive: int, outer: int, argv: list[str]) -> NoReturn:
+def _run_inner(link: socket.socket, alive: int, outer: int, start: Callable[[socket.socket], int]) -> NoReturn:
     """The inner process. `alive` ends when the outer one does."""
     if _LINUX:
         _prctl(_SUBREAPER, 1)
     wakeups = _wake_at_ends()
-    child = _start(link, argv)
+    child = start(link)
     for handled in _FORWARDED:
         signal.signal(handled, lambda number, _: _send(child, number))
     status: int | None = None
@@ -107,6 +104,7 @@ def _wake_at_ends() -> int:
 
 
 def _start(link: socket.socket, argv: list[str]) -> int:
+    """Start the command, and write one line of JSON to `link`: the process id, or the error."""
     guard = os.getpid()
     try:
         child = subprocess.Popen(
@@ -201,4 +199,4 @@ def end_like(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end_like(guard(socket.socket(fileno=0), int(sys.argv[1]), sys.argv[2:]))
+    end_like(guard(socket.socket(fileno=0), int(sys.argv[1]), lambda link: _start(link, sys.argv[2:])))

@@ -8,12 +8,14 @@ from typing import Any, Optional
 from ludic.errors import ConfigError
 from ludic.inference.gateway.session import Limits
 from ludic.interaction.agent_command import SANDBOXES, AgentCommand
+from ludic.interaction.agent_fork import AgentFork
 from ludic.interaction.agent_program import AgentUse, find_agent
 from ludic.recipes.rules import setting
 from ludic.user_objects import import_named
 
 _COMMAND = "agent.command or agent.preset"
 _AGENT = f"agent.function or {_COMMAND}"
+_PROCESS = f"agent.isolate or {_COMMAND}"
 PRESETS: dict[str, dict[str, Any]] = {
     "mini-swe-agent": {
         "argv": ["mini", "--task", "{prompt}", "--model", "openai/{model}", "--yolo", "--exit-immediately", "--cost-limit", "0"],
@@ -40,9 +42,12 @@ class AgentSection:
     `{row.COLUMN}`. The libraries of OpenAI and Anthropic find the model by their variables."""
     preset: Optional[str] = setting(None, choices=tuple(PRESETS), excludes="agent.function or agent.command")  # noqa: UP045
     """The command and the variables of a known program: mini-swe-agent."""
+    isolate: str = setting("thread", choices=("thread", "fork"), needs="agent.function")
+    """`thread`: a function runs in this process. `fork`: each episode has a process of its own, as
+    a command has, forked from one that has imported the module."""
     output: str = setting("stdout", needs=_COMMAND)
     """The answer of a command: `stdout`, `last_message` (of its last call), or `file:NAME`."""
-    sandbox: str = setting("auto", choices=SANDBOXES, needs=_COMMAND)
+    sandbox: str = setting("auto", choices=SANDBOXES, needs=_PROCESS)
     """`bubblewrap`: a command sees /usr, a folder of its own, and no network but the gateway.
     `docker`, `podman`: the same in a container of `agent.image`. `none`: it runs as you. `auto`:
     bubblewrap, or with an image docker, else podman; an error if that is not there."""
@@ -51,16 +56,16 @@ class AgentSection:
     python3."""
     container_args: list[str] = field(default_factory=list, metadata={"needs": "agent.image"})
     """Further arguments of `docker create` or `podman create`, such as [--memory, 16g]."""
-    files: Optional[str] = setting(None, needs=_COMMAND)  # noqa: UP045
+    files: Optional[str] = setting(None, needs=_PROCESS)  # noqa: UP045
     """A folder that is copied into the folder of each episode."""
-    mounts: list[str] = field(default_factory=list, metadata={"needs": _COMMAND})
+    mounts: list[str] = field(default_factory=list, metadata={"needs": _PROCESS})
     """Folders that a sandbox shows too, to read alone, such as a virtual environment and the
     interpreter that it was made from."""
-    env: dict[str, str] = field(default_factory=dict, metadata={"needs": _COMMAND})
+    env: dict[str, str] = field(default_factory=dict, metadata={"needs": _PROCESS})
     """Variables of a command, with the same placeholders."""
-    secrets: list[str] = field(default_factory=list, metadata={"needs": _COMMAND})
+    secrets: list[str] = field(default_factory=list, metadata={"needs": _PROCESS})
     """Names of variables of this process that a command gets, such as keys of other services."""
-    verify: Any = field(default=None, metadata={"needs": _COMMAND})
+    verify: Any = field(default=None, metadata={"needs": _PROCESS})
     """A command that is run in the folder when the agent and all its processes have ended. What it
     writes is `verified` for reward functions; the last line is the number of `reward=verified`. If
     it fails, `agent.on_error` decides: nothing is written, and the number is 0, or the episode is
@@ -111,7 +116,15 @@ def build_agent(section: AgentSection, *, context: int | None) -> AgentUse | Non
     values = {item.name: getattr(section, item.name) for item in fields(AgentUse) if hasattr(section, item.name)}
     if ":" in section.train:
         values["train"] = import_named(section.train, "agent.train")
-    if section.function is not None:
+    if section.isolate == "fork":
+        if ":" not in str(section.function):
+            raise ConfigError(
+                f"agent.isolate=fork imports the function in another process, and only this one has {section.function}; "
+                "move it into a module, and name module:function"
+            )
+        names = {item.name for item in fields(AgentFork) if item.init} - {"argv", "output"}
+        values["function"] = AgentFork([str(section.function)], **{name: getattr(section, name) for name in names})
+    elif section.function is not None:
         values["function"] = find_agent(section.function)
     else:
         known = {"argv": section.command, "env": {}} if section.preset is None else PRESETS[section.preset]

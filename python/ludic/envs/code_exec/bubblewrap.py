@@ -74,7 +74,7 @@ class BubblewrapProcess(LineProcess):
             raise MissingExtraError("bubblewrap is not installed; `apt install bubblewrap` installs it")
         self._as_nobody = os.geteuid() == 0
         python = find_python(config.python_version, others=self._as_nobody)
-        unreadable = [str(path) for path in (python, Path(program)) if not _can_be_read_by_others(path)]
+        unreadable = [str(path) for path in (python, Path(program)) if not can_be_read_by_others(path)]
         if self._as_nobody and unreadable:
             raise ConfigError(f"{' and '.join(unreadable)} must be readable by all users; install with apt or do not run as root")
         super().__init__(
@@ -162,10 +162,10 @@ def find_python(version: str | None, *, others: bool = False) -> Path:
     paths = [path.resolve() for path in names if path.exists()]
     if not paths:
         raise ConfigError(f"there is no python{wanted}; install it, or choose None (this interpreter's, {OWN_VERSION})")
-    readable = [path for path in paths if _can_be_read_by_others(path)]
+    readable = [path for path in paths if can_be_read_by_others(path)]
     return readable[0] if others and readable else paths[0]
 
 
-def _can_be_read_by_others(path: Path) -> bool:
+def can_be_read_by_others(path: Path) -> bool:
     """Whether every user can run the file: it and all folders above it allow that."""
     return all(part.stat().st_mode & stat.S_IXOTH for part in (path, *path.parents))

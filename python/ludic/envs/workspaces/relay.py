@@ -59,6 +59,9 @@ async def main(path: str, port: int, command: list[str]) -> int:
     for name, most in told["limits"].items():
         resource.setrlimit(getattr(resource, name), (most, most))
     async with server:
+        if not command:
+            print("ready", flush=True)
+            await asyncio.Event().wait()
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         except OSError as error:

@@ -14,14 +14,16 @@ import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ludic.envs.code_exec.bubblewrap import NOBODY, as_nobody, find_python, isolate
 from ludic.envs.code_exec.seccomp import seccomp_filter
 from ludic.envs.workspaces import relay
+from ludic.envs.workspaces.fork_server import ForkServer
 from ludic.errors import ConfigError
 from ludic.event_loop import run_to_completion
 from ludic.launch import guard
@@ -40,6 +42,10 @@ tests."""
 SANDBOX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIMITS = {"RLIMIT_NPROC": 512, "RLIMIT_FSIZE": 1 << 30}
 """Of a sandbox of bubblewrap: processes and threads, bytes of a file."""
+LONGEST_ANSWER = 2**24
+"""Bytes of the answer of a forked process."""
+READY = b"ready\n"
+"""The relay without a command writes this when it serves the socket."""
 LONGEST_SOCKET = 100
 """Characters of its path, a limit of the kernel."""
 
@@ -154,6 +160,23 @@ class FolderWorkspace(Workspace):
                     return ended._replace(stderr=f"{ended.stderr}{argv[0]} cannot be started: {report['error']}")
         return ended
 
+    async def fork(self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str]) -> Ended:
+        """Run a process that the server forks, as `exec` runs a command. `stdout` is the line of
+        JSON that it answered, and `code` 1 if it ended without; `stderr` is all else."""
+        link, other = socket.socketpair()
+        link.setblocking(False)
+
+        async def end() -> None:
+            link.shutdown(socket.SHUT_WR)
+            with suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(STOP_S):
+                    while await asyncio.get_running_loop().sock_recv(link, 64):
+                        pass
+
+        with link, other:
+            request = {**told, "joins": False, "variables": dict(variables), "folder": self.folder}
+            return await _run_forked(lambda ends: server.fork(request, place=other.fileno(), **ends), other.close, end)
+
 
 class BubblewrapWorkspace(FolderWorkspace):
     """A folder of this machine, and a new sandbox of bubblewrap for each command. It sees `/usr`,
@@ -174,18 +197,49 @@ class BubblewrapWorkspace(FolderWorkspace):
 
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
         """The relay is the first process of a sandbox: all others end with it."""
+        with self._sandbox(argv) as (command, options):
+            return await run_program(command, told=tell(variables, LIMITS), **options)
+
+    async def fork(self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str]) -> Ended:
+        """The sandbox is started without a command, and the process enters it."""
+        told_first, first = os.pipe()
+        with self._sandbox([], "--info-fd", str(first)) as (command, options), open(told_first, "rb") as info:
+            options["pass_fds"] += (first,)
+            spawning = asyncio.ensure_future(start_program(command, told=tell({}, LIMITS), **options))
+            try:
+                await asyncio.wait([spawning])
+                os.close(first)
+                process = spawning.result()
+                assert process.stdout is not None
+                assert process.stderr is not None
+                async with asyncio.timeout(STOP_S):
+                    if await process.stdout.readline() != READY:
+                        return Ended(await process.wait(), "", await _read_tail(process.stderr))
+                place = os.pidfd_open(json.load(info)["child-pid"])
+                request = {**told, "joins": True, "variables": dict(variables), "folder": self.folder, "limits": LIMITS}
+                return await _run_forked(
+                    lambda ends: server.fork(request, place=place, **ends),
+                    partial(os.close, place),
+                    partial(_end, spawning, None),
+                )
+            finally:
+                await run_to_completion(_end(spawning, None))
+
+    @contextmanager
+    def _sandbox(self, argv: Sequence[str], *more: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """The command of a sandbox whose first process runs `argv`, and the options of its
+        process."""
         python, size = find_python(None, others=bool(self._user)), str(64 << 20)
         arguments = ["--as-pid-1", *isolate(python), "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
         arguments += ["--ro-bind", str(self._run), RUN, "--bind", str(self._files), self.folder]
         for path in self._mounts:
             arguments += ["--ro-bind", path, path]
-        arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.folder, "--clearenv"]
+        arguments += [*more, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.folder, "--clearenv"]
         filtered = os.memfd_create("ludic", 0)
         try:
             os.pwrite(filtered, seccomp_filter(network=True), 0)
-            command = [str(shutil.which("bwrap")), "--seccomp", str(filtered), *arguments, "--", *relayed(str(python), argv)]
-            told = tell(variables, LIMITS)
-            return await run_program(command, told=told, env={}, cwd="/", pass_fds=(filtered,), **self._user)
+            command = [str(shutil.which("bwrap")), "--seccomp", str(filtered), *arguments, "--"]
+            yield [*command, *relayed(str(python), argv)], {"env": {}, "cwd": "/", "pass_fds": (filtered,), **self._user}
         finally:
             os.close(filtered)
 
@@ -205,19 +259,27 @@ async def run_program(
 ) -> Ended:
     """Run a program of this machine to its end, with `told` as its input, which stays open. If the
     caller is cancelled, it is killed with its process group, or by `kill`."""
-    piped = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE, **options}
-    spawning = asyncio.ensure_future(asyncio.create_subprocess_exec(*argv, start_new_session=True, **piped))
+    spawning = asyncio.ensure_future(start_program(argv, told=told, **options))
     try:
         await asyncio.wait([spawning])  # a start that is cancelled may hang, or leave the process
         process = spawning.result()
         assert process.stdout is not None
         assert process.stderr is not None
-        if process.stdin is not None:
-            process.stdin.write(told)
         stdout, stderr, code = await asyncio.gather(_read_tail(process.stdout), _read_tail(process.stderr), process.wait())
         return Ended(code, stdout, stderr)
     finally:
         await run_to_completion(_end(spawning, kill))
+
+
+async def start_program(argv: Sequence[str], *, told: bytes, **options: Any) -> asyncio.subprocess.Process:
+    """Start a program with pipes, with `told` as its input, which stays open."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *argv, start_new_session=True, **{"stdin": pipe, "stdout": pipe, "stderr": pipe, **options}
+    )
+    if process.stdin is not None:
+        process.stdin.write(told)
+    return process
 
 
 async def _end(spawning: asyncio.Future[asyncio.subprocess.Process], kill: Callable[[], object] | None) -> None:
@@ -233,6 +295,38 @@ async def _end(spawning: asyncio.Future[asyncio.subprocess.Process], kill: Calla
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await process.wait()
+
+
+async def _run_forked(
+    fork: Callable[[dict[str, int]], None], close: Callable[[], None], end: Callable[[], Coroutine[Any, Any, None]]
+) -> Ended:
+    """Fork a process, wait for its answer, and end it with all that it started. `close` closes what
+    only it needs."""
+    (read_answer, answer), (read_errors, errors) = os.pipe(), os.pipe()
+    async with _reading(read_answer) as answers, _reading(read_errors) as written:
+        tail = asyncio.ensure_future(_read_tail(written))
+        try:
+            try:
+                fork({"answer": answer, "errors": errors})
+            finally:
+                close()
+                os.close(answer)
+                os.close(errors)
+            line = await answers.readline()
+        finally:
+            await run_to_completion(end())
+        return Ended(0 if line.endswith(b"\n") else 1, line.decode(), await tail)
+
+
+@asynccontextmanager
+async def _reading(pipe: int) -> AsyncIterator[asyncio.StreamReader]:
+    stream = asyncio.StreamReader(limit=LONGEST_ANSWER)
+    with open(pipe, "rb") as file:
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), file)
+        try:
+            yield stream
+        finally:
+            transport.close()
 
 
 async def _read_tail(stream: asyncio.StreamReader) -> str:

@@ -1,0 +1,206 @@
+"""A process that has imported a function, and forks a process for each call of it: the import of
+an agent's libraries costs seconds of a processor, a fork some milliseconds.
+
+A forked process may enter the sandbox of a workspace. Then it runs as a program of that sandbox: it
+sees the sandbox's files, processes and network, and has its user, its limits, its filter of system
+calls and no capability. Modules that were imported before are in its memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ludic.envs.code_exec.in_sandbox.watch import PR_SET_DUMPABLE, control, install_filter
+from ludic.envs.code_exec.seccomp import seccomp_filter
+from ludic.errors import ConfigError
+from ludic.launch.guard import end_like, guard
+
+IMPORT_S = 300.0
+"""Deadline of the import."""
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
+"""Every process can read the variables that it was started with, and so can the programs of a
+model: others, such as keys, are not among them."""
+USER = 1000
+"""Of programs in a sandbox of bubblewrap."""
+_NAMESPACES = 0x7E020000
+"""All that bubblewrap makes: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
+_PR_CAPBSET_DROP, _NUM_CAPABILITIES = 24, 64
+_CAPABILITIES = 0x20080522
+"""_LINUX_CAPABILITY_VERSION_3 of capset(2)."""
+_FDS = 4
+
+
+class ForkServer:
+    """The process. `argv` is a command whose first input is a socket for `serve_forks`. Started by
+    the first `start`, it ends with `stop` or with this process."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start it if it does not run, and wait for its import. Raises ConfigError with what it
+        wrote if that fails."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self.stop()
+                self._start()
+
+    def _start(self) -> None:
+        self._link, other = socket.socketpair()
+        variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
+        variables["PYTHONPATH"] = os.pathsep.join(own)
+        with other, tempfile.TemporaryFile() as errors:
+            streams: dict[str, Any] = {"stdin": other, "stdout": errors, "stderr": errors}
+            self._process = subprocess.Popen(self._argv, env=variables, start_new_session=True, **streams)
+            other.close()
+            self._link.settimeout(IMPORT_S)
+            try:
+                ready = self._link.recv(1)
+            except TimeoutError:
+                ready = b""
+            self._link.settimeout(None)
+            if not ready:
+                self.stop()
+                errors.seek(0)
+                written = errors.read().decode("utf-8", errors="replace").strip()
+                raise ConfigError(f"the process that forks agents did not start: {written[-2000:] or 'it reached its deadline'}")
+
+    def fork(self, told: Mapping[str, Any], *, answer: int, errors: int, place: int) -> None:
+        """Fork a process for one call. `told` is for the function, and has `variables` and `folder`
+        for its process, `limits`, and `joins`. The process writes a line of JSON to `answer`, and
+        all else to `errors`. `place` is a file of the first process of a sandbox, which it `joins`,
+        or a socket: its processes end when nothing more is written there."""
+        assert self._link is not None
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(told).encode())
+            file.flush()
+            socket.send_fds(self._link, [b"f"], [file.fileno(), answer, errors, place])
+
+    def stop(self) -> None:
+        """End the process; what it has forked goes on."""
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._link = self._process = None
+
+
+def serve_forks(work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
+    """Fork a process that writes the result of `work` for each request, until the input ends."""
+    link = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    os.close(nothing)
+    filtered = seccomp_filter(network=True) if sys.platform == "linux" else b""
+    libc = ctypes.CDLL(None, use_errno=True)
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that all processes share
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    link.sendall(b"r")
+    while True:
+        asked, given, *_ = socket.recv_fds(link, 1, _FDS)
+        if not asked:
+            os._exit(0)
+        if os.fork() == 0:
+            link.close()
+            _become(given, work, filtered, libc)
+        for number in given:
+            os.close(number)
+
+
+def _become(given: Sequence[int], work: Callable[[Mapping[str, Any]], Any], filtered: bytes, libc: Any) -> NoReturn:
+    request, answer, errors, place = given
+    try:
+        for number in (1, 2):
+            os.dup2(errors, number)
+        os.close(errors)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with open(request, "rb") as file:
+            told = json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
+        if told["joins"]:
+            _enter(place, libc)
+            os.close(place)
+            if os.fork() == 0:  # the process above is not in the namespace of processes
+                os.setsid()
+                _give_up_rights(filtered, told["limits"], libc)
+                _work(told, answer, work)
+        else:
+            with socket.socket(fileno=place) as link:
+                end_like(guard(link, os.getppid(), lambda ours: _fork_work(ours, told, answer, work)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _fork_work(link: socket.socket, told: Mapping[str, Any], answer: int, work: Callable[[Mapping[str, Any]], Any]) -> int:
+    if (child := os.fork()) == 0:
+        link.close()
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        _work(told, answer, work)
+    os.close(answer)
+    return child
+
+
+def _enter(first: int, libc: Any) -> None:
+    """Enter the namespaces of a sandbox's first process."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+    if libc.setns(first, _NAMESPACES) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"the sandbox cannot be entered ({os.strerror(number)}); it needs Linux 5.8")
+
+
+def _give_up_rights(filtered: bytes, limits: Mapping[str, int], libc: Any) -> None:
+    """Become what bubblewrap makes of a program: its user, without capabilities, filtered."""
+    os.setresgid(USER, USER, USER)
+    os.setresuid(USER, USER, USER)
+    for name, most in limits.items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+    for number in range(_NUM_CAPABILITIES):
+        control(_PR_CAPBSET_DROP, number)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
+    if libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capset failed")
+    control(PR_SET_DUMPABLE, 1)  # so that it can read its own /proc
+    install_filter(filtered)
+
+
+def _work(told: Mapping[str, Any], answer: int, work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
+    try:
+        os.environ.clear()
+        os.environ.update(told["variables"])
+        os.chdir(told["folder"])
+        sys.stdout = open(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        written = json.dumps(work(told)).encode() + b"\n"
+        sys.stdout.flush()
+        with open(answer, "wb") as file:
+            file.write(written)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
