@@ -25,6 +25,7 @@ __all__ = [
     "read_ids",
     "reduce_column",
     "reduce_records",
+    "relay_program",
 ]
 
 _T = TypeVar("_T")
@@ -343,3 +344,7 @@ def reduce_records(
 
 def reduce_column(kind: str, values: NDArray[np.float64]) -> float:
     """The same for one column. Every value is present: remove absent ones beforehand."""
+
+def relay_program() -> bytes:
+    """The executable of crates/ludic-relay, the first process of a sandbox; empty if this is not
+    Linux."""

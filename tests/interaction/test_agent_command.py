@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ def ask(text):
     asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     return json.load(urllib.request.urlopen(asked, timeout=20))["choices"][0]["message"]["content"]
 """
+EMPTY_IMAGE = ["--cgroup-parent", f"/{CGROUP}"]
+"""Arguments with which the tests' image has links and folders alone."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +46,11 @@ def in_containers(name):
     return pytest.param(name, marks=[pytest.mark.integration, pytest.mark.xdist_group(f"agents in {name}")])
 
 
-@pytest.fixture(
-    scope="module",
-    params=["none", pytest.param("bubblewrap", marks=pytest.mark.integration), in_containers("docker"), in_containers("podman")],
-)
+SANDBOXES = [pytest.param("bubblewrap", marks=pytest.mark.integration), in_containers("docker"), in_containers("podman")]
+CONTAINED = pytest.mark.parametrize("sandbox", SANDBOXES, indirect=True)
+
+
+@pytest.fixture(scope="module", params=["none", *SANDBOXES])
 def sandbox(request):
     """Each sandbox that this machine has; nothing is left of its containers."""
     if request.param == "none":
@@ -72,7 +76,7 @@ def quoted(program):
 
 def container(sandbox):
     """The settings of a container of the tests' image, which has links into this machine's /usr."""
-    arguments = ["--volume", "/usr:/usr:ro", "--cgroup-parent", f"/{CGROUP}"]
+    arguments = ["--volume", "/usr:/usr:ro", *EMPTY_IMAGE]
     return {"image": IMAGE, "container_args": arguments} if sandbox in ("docker", "podman") else {}
 
 
@@ -283,9 +287,42 @@ try:
         children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
 except OSError:
     print("process limit")
+print(ask("still answered"))
 """
     [rollout] = await play(command(bomb, sandbox="bubblewrap"), timeout_s=60)
-    assert rollout.meta["agent"]["output"].split("\n") == ["file limit", "process limit"]
+    assert rollout.meta["agent"]["output"].split("\n") == ["file limit", "process limit", "yes"]
+
+
+@CONTAINED
+async def test_a_relay_that_may_not_run_is_named(sandbox):
+    """As if TMPDIR was mounted noexec."""
+    bubblewrap = sandbox == "bubblewrap"
+    workspace = BubblewrapWorkspace() if bubblewrap else containers.ContainerWorkspace(sandbox, IMAGE, arguments=EMPTY_IMAGE)
+    (workspace._run / "relay").chmod(0o644)
+    try:
+        await workspace.start(None, {})
+        said = (await workspace.exec(["true"], {})).stderr
+    except RolloutError as error:
+        said = str(error)
+    finally:
+        await workspace.stop()
+    assert re.search("/run/ludic/relay.*ermission denied", said), said
+
+
+@CONTAINED
+async def test_orphans_are_reaped(sandbox):
+    program = """
+import subprocess, time
+print(ask("x"))
+for _ in range(20):
+    subprocess.run(["sh", "-c", "sleep 0.1 &"])
+deadline = time.monotonic() + 20
+while len([name for name in os.listdir("/proc") if name.isdigit()]) > 3:  # with the first process and the relay
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
+    [rollout] = await play(command(program, sandbox=sandbox))
+    assert (rollout.meta["agent"]["status"], rollout.meta["agent"]["output"]) == ("ended", "yes")
 
 
 async def test_work_is_verified_when_every_process_of_the_agent_has_ended(sandbox, tmp_path):
@@ -445,9 +482,36 @@ async def test_a_container_of_a_process_that_was_killed_goes_with_the_next_run(c
 async def test_a_container_that_cannot_start_says_why(container_sandbox):
     with pytest.raises(RolloutError, match="pull` of no-such-image:1 failed"):
         await play(command("ask('x')", sandbox=container_sandbox, image="no-such-{row.kind}:1"))
-    without_python = container(container_sandbox)["container_args"][2:]
-    with pytest.raises(RolloutError, match="the image needs a python3"):
-        await play(command("ask('x')", sandbox=container_sandbox, container_args=without_python))
+    with pytest.raises(RolloutError, match="/usr/bin/python3 cannot be started: No such file"):
+        await play(command("ask('x')", sandbox=container_sandbox, container_args=EMPTY_IMAGE))
+
+
+@pytest.mark.integration
+async def test_an_image_needs_no_python_and_no_c_library_of_its_own(container_sandbox):
+    """The agent is a shell; all files of its container are shown here, but for two."""
+    shell = os.path.realpath("/bin/bash")
+    libraries = re.findall(r"/lib\S+", subprocess.run(["ldd", shell], capture_output=True, text=True, check=True).stdout)
+    shown = {shell: "/usr/bin/bash", **{os.path.realpath(path): f"/usr{path.removeprefix('/usr')}" for path in libraries}}
+    program = """
+body='{"model": "m", "messages": [{"role": "user", "content": "x"}]}'
+exec 3<>/dev/tcp/127.0.0.1/8000
+printf 'POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer %s\r\ncontent-length: %s\r\n\r\n%s' \
+    "$OPENAI_API_KEY" "${#body}" "$body" >&3
+while read -r -u 3 line && [ "$line" != $'\r' ]; do [[ $line != content-length:* ]] || size=${line//[^0-9]/}; done
+read -r -N "$size" -u 3 answer
+[[ $answer != *'"content":"yes"'* ]] || echo yes
+for program in python3 sh cat; do ! command -v $program; done
+"""
+    volumes = [part for source, target in shown.items() for part in ("--volume", f"{source}:{target}:ro")]
+    agent = AgentCommand(
+        ["bash", "-c", quoted(program)],
+        sandbox=container_sandbox,
+        image=IMAGE,
+        container_args=[*EMPTY_IMAGE, *volumes],
+        verify=["bash", "-c", "echo verified"],
+    )
+    [rollout] = await play(agent)
+    assert (rollout.meta["agent"]["output"], rollout.steps[-1].info["verified"]) == ("yes", "verified"), rollout.meta["agent"]
 
 
 @pytest.mark.parametrize(

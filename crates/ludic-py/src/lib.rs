@@ -17,6 +17,7 @@ mod table;
 mod trees;
 
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -31,6 +32,11 @@ fn check_build(py: Python<'_>) -> PyResult<()> {
          or install ludic again"
     );
     Err(errors::ludic_error("StaleBuildError", message))
+}
+
+#[pyfunction]
+fn relay_program(py: Python<'_>) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, ludic_relay::PROGRAM)
 }
 
 #[pymodule]
@@ -53,5 +59,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(gae::gae, module)?)?;
     module.add_function(wrap_pyfunction!(reduce::reduce_records, module)?)?;
     module.add_function(wrap_pyfunction!(reduce::reduce_column, module)?)?;
+    module.add_function(wrap_pyfunction!(relay_program, module)?)?;
     Ok(())
 }

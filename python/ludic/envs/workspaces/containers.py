@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from ludic.envs.code_exec.containers import OWNER, PULL_S, START_S, this_process
 from ludic.envs.code_exec.podman_sandbox import ContainerRemover
-from ludic.envs.workspaces.workspace import KEPT_BYTES, RUN, Ended, Workspace, relayed, run_program, tell
+from ludic.envs.workspaces.workspace import KEPT_BYTES, RELAY, RUN, Ended, Workspace, run_program, tell
 from ludic.errors import GradingError, RolloutError
 from ludic.event_loop import run_to_completion
 
@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 ULIMITS = {"fsize": 1 << 30, "nofile": 4096, "nproc": 4096}
 LIMITS = ["--memory", "4g", "--pids-limit", "512", *(f"--ulimit={name}={most}:{most}" for name, most in ULIMITS.items())]
 """Of a container, unless its arguments say otherwise."""
-WAIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
-"""The first process of a container, in the Python of its image. Orphans become its children."""
 
 
 class ContainerWorkspace(Workspace):
@@ -30,8 +28,8 @@ class ContainerWorkspace(Workspace):
     is there for the next one; the processes of an earlier one are not.
 
     `program` is `docker` or `podman`; its daemon must run on this machine, since folders are
-    mounted. The image needs a `python3`. `mounts` are shown at their own paths, to read alone;
-    `arguments` are further ones of `docker create`.
+    mounted. `mounts` are shown at their own paths, to read alone; `arguments` are further ones of
+    `docker create`.
     """
 
     def __init__(self, program: str, image: str, *, mounts: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
@@ -57,9 +55,8 @@ class ContainerWorkspace(Workspace):
         shown = [part for source, target in volumes for part in ("--volume", f"{source}:{target}:ro")]
         options = ["--name", self._name, "--label", f"{OWNER}={this_process()}", "--network", "none", "--log-driver", "none"]
         options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
-        first = ["--entrypoint", "python3", "--", self._image, "-I", "-S", "-c", WAIT]
-        for command in (
-            ["create", *options, *LIMITS, *shown, *self._arguments, *first],
+        for command in (  # the relay alone is a first process, which reaps orphans and waits
+            ["create", *options, *LIMITS, *shown, *self._arguments, "--entrypoint", RELAY[0], "--", self._image],
             ["cp", f"{self._files}/.", f"{self._name}:{self.folder}"],
             ["start", self._name],
         ):
@@ -68,7 +65,7 @@ class ContainerWorkspace(Workspace):
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
         await self._end_processes()
         self._has_run = True
-        return await self._exec(*relayed("python3", argv), told=tell(variables, {}))
+        return await self._exec(*RELAY, *argv, told=tell(variables))
 
     async def put(self, source: Path, name: str) -> str:
         await self._end_processes()
@@ -107,8 +104,8 @@ class ContainerWorkspace(Workspace):
         async with asyncio.timeout(timeout_s):
             ended = await run_program([self._program, *arguments])
         if ended.code:
-            said = ended.stderr.strip()[-500:] + ("; the image needs a python3" if "python3" in ended.stderr else "")
-            raise RolloutError(f"`{Path(self._program).name} {arguments[0]}` of {self._image} failed: {said}")
+            said = f"`{Path(self._program).name} {arguments[0]}` of {self._image} failed: {ended.stderr.strip()[-500:]}"
+            raise RolloutError(said)
 
 
 @cache

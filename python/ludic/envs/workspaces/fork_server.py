@@ -173,12 +173,13 @@ def _enter(first: int, libc: Any) -> None:
         raise OSError(number, f"the sandbox cannot be entered ({os.strerror(number)}); it needs Linux 5.8")
 
 
-def _give_up_rights(filtered: bytes, limits: Mapping[str, int], libc: Any) -> None:
+def _give_up_rights(filtered: bytes, limits: str, libc: Any) -> None:
     """Become what bubblewrap makes of a program: its user, without capabilities, filtered."""
     os.setresgid(USER, USER, USER)
     os.setresuid(USER, USER, USER)
-    for name, most in limits.items():
-        resource.setrlimit(getattr(resource, name), (most, most))
+    for limit in limits.split():
+        name, most = limit.split("=")
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (int(most), int(most)))
     for number in range(_NUM_CAPABILITIES):
         control(_PR_CAPBSET_DROP, number)
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)

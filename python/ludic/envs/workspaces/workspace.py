@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ludic import _core
 from ludic.envs.code_exec.bubblewrap import NOBODY, as_nobody, find_python, isolate
 from ludic.envs.code_exec.seccomp import seccomp_filter
-from ludic.envs.workspaces import relay
 from ludic.envs.workspaces.fork_server import ForkServer
 from ludic.errors import ConfigError
 from ludic.event_loop import run_to_completion
@@ -39,8 +39,10 @@ STOP_S = 30.0
 RUN = "/run/ludic"
 """What a sandbox shows of the workspace to read alone: the gateway's socket, the relay, the
 tests."""
+RELAY = (f"{RUN}/relay", f"{RUN}/gateway.sock", str(PORT))
+"""Before a command, serves the socket at `PORT` (crates/ludic-relay)."""
 SANDBOX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-LIMITS = {"RLIMIT_NPROC": 512, "RLIMIT_FSIZE": 1 << 30}
+LIMITS = f"nproc=512 fsize={1 << 30}"
 """Of a sandbox of bubblewrap: processes and threads, bytes of a file."""
 LONGEST_ANSWER = 2**24
 """Bytes of the answer of a forked process."""
@@ -76,8 +78,8 @@ class Workspace(ABC):
         self._run.mkdir()
         self._run.chmod(0o755)
         if self.is_contained:
-            shutil.copyfile(relay.__file__, self._run / "relay.py")
-            (self._run / "relay.py").chmod(0o644)
+            (self._run / "relay").write_bytes(_core.relay_program())
+            (self._run / "relay").chmod(0o755)
             if len(str(self.socket)) > LONGEST_SOCKET:
                 self._delete()
                 raise ConfigError(f"the path {self.socket} is too long for a socket; set TMPDIR to a shorter folder")
@@ -238,20 +240,17 @@ class BubblewrapWorkspace(FolderWorkspace):
         filtered = os.memfd_create("ludic", 0)
         try:
             os.pwrite(filtered, seccomp_filter(network=True), 0)
-            command = [str(shutil.which("bwrap")), "--seccomp", str(filtered), *arguments, "--"]
-            yield [*command, *relayed(str(python), argv)], {"env": {}, "cwd": "/", "pass_fds": (filtered,), **self._user}
+            command = [str(shutil.which("bwrap")), "--seccomp", str(filtered), *arguments, "--", *RELAY, *argv]
+            yield command, {"env": {}, "cwd": "/", "pass_fds": (filtered,), **self._user}
         finally:
             os.close(filtered)
 
 
-def relayed(python: str, argv: Sequence[str]) -> list[str]:
-    """The command that serves the socket at `PORT` and runs `argv`."""
-    return [python, "-I", "-S", f"{RUN}/relay.py", f"{RUN}/gateway.sock", str(PORT), *argv]
-
-
-def tell(variables: Mapping[str, str], limits: Mapping[str, int]) -> bytes:
-    """The input of the relay."""
-    return json.dumps({"variables": dict(variables), "limits": dict(limits)}).encode() + b"\n"
+def tell(variables: Mapping[str, str], limits: str = "") -> bytes:
+    """The input of the relay: a line, then each variable after its length in bytes, and an empty
+    one."""
+    told = [*(os.fsencode(f"{name}={value}") for name, value in variables.items()), b""]
+    return f"{limits}\n".encode() + b"".join(b"%d:%b" % (len(each), each) for each in told)
 
 
 async def run_program(
