@@ -119,7 +119,7 @@ async def test_a_forked_process_has_the_rights_of_a_program_in_the_sandbox(sandb
     assert set(status.pop("Uid").split()) == {"1000"}
     assert set(status.pop("Groups").split()) <= {"65534"}
     assert status == {"CapEff": none, "CapPrm": none, "CapBnd": none, "NoNewPrivs": "1", "Seccomp": "2"}
-    assert sorted(found.pop("fds")) == ["/dev/", "pipe:", "pipe:", "pipe:"]  # input, output, errors, the answer
+    assert sorted(found.pop("fds")) == ["/dev/", *["/tmp/"] * 2, "socke"]  # input, output, errors, the answer
     assert found.pop("processes") == 2
     assert {name for name, value in found.items() if value} == {"own"}
 

@@ -82,16 +82,18 @@ class ForkServer:
                 written = errors.read().decode("utf-8", errors="replace").strip()
                 raise ConfigError(f"the process that forks agents did not start: {written[-2000:] or 'it reached its deadline'}")
 
-    def fork(self, told: Mapping[str, Any], *, answer: int, errors: int, place: int) -> None:
-        """Fork a process for one call. `told` is for the function, and has `variables` and `folder`
-        for its process, `limits`, and `joins`. The process writes a line of JSON to `answer`, and
-        all else to `errors`. `place` is a file of the first process of a sandbox, which it `joins`,
-        or a socket: its processes end when nothing more is written there."""
+    def fork(self, told: Mapping[str, Any], link: socket.socket, errors: int, first: int | None) -> None:
+        """Fork a process for one call. `told` is for the function, and has the `variables` and the
+        `folder` of the process. It writes a line of JSON to `link`, and all else to `errors`.
+
+        `first` is a descriptor of the first process of a sandbox, which it enters; then `told` has
+        `limits`. Else it ends with all that it started when nothing more is written to `link`.
+        """
         assert self._link is not None
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(told).encode())
             file.flush()
-            socket.send_fds(self._link, [b"f"], [file.fileno(), answer, errors, place])
+            socket.send_fds(self._link, [b"f"], [file.fileno(), link.fileno(), errors, *([] if first is None else [first])])
 
     def stop(self) -> None:
         """End the process; what it has forked goes on."""
@@ -128,40 +130,27 @@ def serve_forks(work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
 
 
 def _become(given: Sequence[int], work: Callable[[Mapping[str, Any]], Any], filtered: bytes, libc: Any) -> NoReturn:
-    request, answer, errors, place = given
+    request, link_fd, errors, *first = given
     try:
         for number in (1, 2):
             os.dup2(errors, number)
         os.close(errors)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with open(request, "rb") as file:
-            told = json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
-        if told["joins"]:
-            _enter(place, libc)
-            os.close(place)
+        with open(request, "rb"):
+            told = json.loads(os.pread(request, os.fstat(request).st_size, 0))
+        link = socket.socket(fileno=link_fd)
+        if first:
+            _enter(first[0], libc)
+            os.close(first[0])
             if os.fork() == 0:  # the process above is not in the namespace of processes
-                os.setsid()
                 _give_up_rights(filtered, told["limits"], libc)
-                _work(told, answer, work)
+                _work(told, link, work)
         else:
-            with socket.socket(fileno=place) as link:
-                end_like(guard(link, os.getppid(), lambda ours: _fork_work(ours, told, answer, work)))
+            end_like(guard(link, os.getppid(), lambda ours: os.fork() or _work(told, ours, work)))
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-def _fork_work(link: socket.socket, told: Mapping[str, Any], answer: int, work: Callable[[Mapping[str, Any]], Any]) -> int:
-    if (child := os.fork()) == 0:
-        link.close()
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        _work(told, answer, work)
-    os.close(answer)
-    return child
 
 
 def _enter(first: int, libc: Any) -> None:
@@ -189,17 +178,20 @@ def _give_up_rights(filtered: bytes, limits: str, libc: Any) -> None:
     install_filter(filtered)
 
 
-def _work(told: Mapping[str, Any], answer: int, work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
+def _work(told: Mapping[str, Any], link: socket.socket, work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
     try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(told["variables"])
         os.chdir(told["folder"])
         sys.stdout = open(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        written = json.dumps(work(told)).encode() + b"\n"
+        answer = json.dumps(work(told)).encode()
         sys.stdout.flush()
-        with open(answer, "wb") as file:
-            file.write(written)
+        link.sendall(answer + b"\n")
         os._exit(0)
     except BaseException:
         traceback.print_exc()

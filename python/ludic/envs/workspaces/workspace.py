@@ -14,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ludic import _core
 from ludic.envs.code_exec.bubblewrap import NOBODY, as_nobody, find_python, isolate
 from ludic.envs.code_exec.seccomp import seccomp_filter
 from ludic.envs.workspaces.fork_server import ForkServer
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, RolloutError
 from ludic.event_loop import run_to_completion
 from ludic.launch import guard
 
@@ -44,10 +43,6 @@ RELAY = (f"{RUN}/relay", f"{RUN}/gateway.sock", str(PORT))
 SANDBOX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIMITS = f"nproc=512 fsize={1 << 30}"
 """Of a sandbox of bubblewrap: processes and threads, bytes of a file."""
-LONGEST_ANSWER = 2**24
-"""Bytes of the answer of a forked process."""
-READY = b"ready\n"
-"""The relay without a command writes this when it serves the socket."""
 LONGEST_SOCKET = 100
 """Characters of its path, a limit of the kernel."""
 
@@ -162,22 +157,25 @@ class FolderWorkspace(Workspace):
                     return ended._replace(stderr=f"{ended.stderr}{argv[0]} cannot be started: {report['error']}")
         return ended
 
-    async def fork(self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str]) -> Ended:
+    async def fork(
+        self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str], first: int | None = None
+    ) -> Ended:
         """Run a process that the server forks, as `exec` runs a command. `stdout` is the line of
         JSON that it answered, and `code` 1 if it ended without; `stderr` is all else."""
         link, other = socket.socketpair()
-        link.setblocking(False)
-
-        async def end() -> None:
-            link.shutdown(socket.SHUT_WR)
-            with suppress(TimeoutError, ConnectionError):
-                async with asyncio.timeout(STOP_S):
-                    while await asyncio.get_running_loop().sock_recv(link, 64):
-                        pass
-
-        with link, other:
-            request = {**told, "joins": False, "variables": dict(variables), "folder": self.folder}
-            return await _run_forked(lambda ends: server.fork(request, place=other.fileno(), **ends), other.close, end)
+        with link, other, tempfile.TemporaryFile() as errors:
+            link.setblocking(False)
+            try:
+                server.fork({**told, "variables": dict(variables), "folder": self.folder}, other, errors.fileno(), first)
+                other.close()
+                line = await _receive_line(link)
+            finally:
+                link.shutdown(socket.SHUT_WR)
+                if first is None:
+                    await run_to_completion(_wait_for_end(link))
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - KEPT_BYTES))
+            stderr = errors.read().decode("utf-8", errors="replace")
+        return Ended(0 if line.endswith(b"\n") else 1, line.decode(), stderr)
 
 
 class BubblewrapWorkspace(FolderWorkspace):
@@ -202,28 +200,33 @@ class BubblewrapWorkspace(FolderWorkspace):
         with self._sandbox(argv) as (command, options):
             return await run_program(command, told=tell(variables, LIMITS), **options)
 
-    async def fork(self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str]) -> Ended:
-        """The sandbox is started without a command, and the process enters it."""
-        told_first, first = os.pipe()
-        with self._sandbox([], "--info-fd", str(first)) as (command, options), open(told_first, "rb") as info:
-            options["pass_fds"] += (first,)
+    async def fork(
+        self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str], first: int | None = None
+    ) -> Ended:
+        async with self._waiting_sandbox() as first:
+            return await super().fork(server, {**told, "limits": LIMITS}, variables, first)
+
+    @asynccontextmanager
+    async def _waiting_sandbox(self) -> AsyncIterator[int]:
+        """A sandbox without a command; gives a file descriptor of its first process."""
+        read_info, info = os.pipe()
+        with open(read_info) as written, self._sandbox([], "--info-fd", str(info)) as (command, options):
+            options["pass_fds"] += (info,)
             spawning = asyncio.ensure_future(start_program(command, told=tell({}, LIMITS), **options))
             try:
                 await asyncio.wait([spawning])
-                os.close(first)
+                os.close(info)
                 process = spawning.result()
                 assert process.stdout is not None
                 assert process.stderr is not None
                 async with asyncio.timeout(STOP_S):
-                    if await process.stdout.readline() != READY:
-                        return Ended(await process.wait(), "", await _read_tail(process.stderr))
-                place = os.pidfd_open(json.load(info)["child-pid"])
-                request = {**told, "joins": True, "variables": dict(variables), "folder": self.folder, "limits": LIMITS}
-                return await _run_forked(
-                    lambda ends: server.fork(request, place=place, **ends),
-                    partial(os.close, place),
-                    partial(_end, spawning, None),
-                )
+                    if not await process.stdout.readline():  # else it serves, and all is mounted
+                        raise RolloutError(f"the sandbox did not start: {await _read_tail(process.stderr)}")
+                first = os.pidfd_open(json.load(written)["child-pid"])
+                try:
+                    yield first
+                finally:
+                    os.close(first)
             finally:
                 await run_to_completion(_end(spawning, None))
 
@@ -296,36 +299,20 @@ async def _end(spawning: asyncio.Future[asyncio.subprocess.Process], kill: Calla
                 await process.wait()
 
 
-async def _run_forked(
-    fork: Callable[[dict[str, int]], None], close: Callable[[], None], end: Callable[[], Coroutine[Any, Any, None]]
-) -> Ended:
-    """Fork a process, wait for its answer, and end it with all that it started. `close` closes what
-    only it needs."""
-    (read_answer, answer), (read_errors, errors) = os.pipe(), os.pipe()
-    async with _reading(read_answer) as answers, _reading(read_errors) as written:
-        tail = asyncio.ensure_future(_read_tail(written))
-        try:
-            try:
-                fork({"answer": answer, "errors": errors})
-            finally:
-                close()
-                os.close(answer)
-                os.close(errors)
-            line = await answers.readline()
-        finally:
-            await run_to_completion(end())
-        return Ended(0 if line.endswith(b"\n") else 1, line.decode(), await tail)
+async def _receive_line(link: socket.socket) -> bytes:
+    line = b""
+    with suppress(ConnectionError):
+        while not line.endswith(b"\n") and (part := await asyncio.get_running_loop().sock_recv(link, 2**16)):
+            line += part
+    return line
 
 
-@asynccontextmanager
-async def _reading(pipe: int) -> AsyncIterator[asyncio.StreamReader]:
-    stream = asyncio.StreamReader(limit=LONGEST_ANSWER)
-    with open(pipe, "rb") as file:
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), file)
-        try:
-            yield stream
-        finally:
-            transport.close()
+async def _wait_for_end(link: socket.socket) -> None:
+    """Wait for the guard, which closes the link when all processes have ended."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(STOP_S):
+            while await _receive_line(link):
+                pass
 
 
 async def _read_tail(stream: asyncio.StreamReader) -> str:
