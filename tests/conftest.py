@@ -33,7 +33,9 @@ torch.set_num_threads(1)  # the models of most tests are too small to profit fro
 
 
 def pytest_collection_modifyitems(items):
-    """Tests for a GPU say why they are skipped elsewhere."""
+    """The longest tests start first: at the end, one process would run them while the others wait.
+    Tests for a GPU say why they are skipped elsewhere."""
+    items.sort(key=lambda item: item.path.name != "test_learning.py")
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:

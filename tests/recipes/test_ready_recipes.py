@@ -49,13 +49,13 @@ def reinforce(
 
 @pytest.mark.parametrize(("name", "phrases"), [("gsm8k", ["4", "6"]), ("math", ["4", "\\boxed{9}"])])
 def test_answers_to_problems_of_mathematics_are_rewarded(tmp_path: Path, name: str, phrases: list[str]) -> None:
-    steps = reinforce(tmp_path, name, phrases, 64, 5)
+    steps = reinforce(tmp_path, name, phrases, 16, 5)
     assert [step["train/optimizer_steps"] for step in steps] == [4] * 3
 
 
 @pytest.mark.integration  # half a minute: conversations of up to five model calls
 def test_the_calculator_is_called_before_the_answer(tmp_path: Path) -> None:
-    steps = reinforce(tmp_path, "gsm8k-tools", ["6", CALL], 16, 16)
+    steps = reinforce(tmp_path, "gsm8k-tools", ["6", CALL], 8, 16)
     assert all(step["train/tools/calls"] > 0 and step["train/tools/failed"] == 0 for step in steps)
 
 

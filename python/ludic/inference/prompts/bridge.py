@@ -8,10 +8,12 @@ model sampled `Paris<|im_end|>`, the user's message `Sure?` adds
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 from ludic.errors import ConfigError
@@ -62,6 +64,9 @@ class TemplateBridge:
         """(template, has calls, role of the next message) -> the token that ends the answer."""
         self._habits: dict[str, _Habits] = {}
         self._formats: dict[str, ToolFormat] = {}
+        self.text_of = cache(self._decode_token)
+        self._after_short = lru_cache(maxsize=512)(lambda template, key: self._after(Dialogue(*json.loads(key)), 1))
+        """Of recent replies: games and tools repeat theirs, and to render one takes long."""
 
     def after(self, dialogue: Dialogue, answer: int) -> Bridge | None:
         """What follows the answer `dialogue.messages[answer]`, up to where the next answer begins;
@@ -69,7 +74,8 @@ class TemplateBridge:
         messages, given = dialogue.messages, dialogue.template_kwargs
         if not self.habits.needs_whole:
             try:
-                return self._after(Dialogue([_ASKED, *messages[answer:]], (), given), 1)
+                short = Dialogue([_ASKED, _marked(messages[answer]), *messages[answer + 1 :]], (), given)
+                return self._after_short(read_template(self._tokenizer), short.key)
             except Exception:  # a template is a program; perhaps it demands a system message, or the tools
                 pass
         return self._after(dialogue, answer)
@@ -136,7 +142,7 @@ class TemplateBridge:
             if shown not in text:
                 raise ConfigError(f"the chat template leaves out the {part}")
         written = text[len(_common(prompt, text)) : len(text) - len(bridge.text if bridge else "")]
-        written = written.removesuffix(self._text_of(bridge.end) if bridge and bridge.end is not None else "")
+        written = written.removesuffix(self.text_of(bridge.end) if bridge and bridge.end is not None else "")
         for known in FORMATS.values():
             if known.read(written, tools)[1] == [(name, {"example": argument})]:
                 return known
@@ -190,8 +196,8 @@ class TemplateBridge:
         if not mark:
             return None
         end = self._end_of(bool(message.get("tool_calls")), str(tail[0].get("role")) if tail else "")
-        if end is not None and (place := text.find(self._text_of(end))) >= 0:
-            return Bridge(end, text[place + len(self._text_of(end)) :])
+        if end is not None and (place := text.find(self.text_of(end))) >= 0:
+            return Bridge(end, text[place + len(self.text_of(end)) :])
         if not message.get("tool_calls"):
             return Bridge(None, text)
         # Without an end token, a call ends where what follows an answer without calls begins.
@@ -208,7 +214,7 @@ class TemplateBridge:
             answer, between = self._example(has_calls, role)
             special = [token for token, text in special_tokens(self._tokenizer).items() if text not in answer]
             for ids in (find_turn_end(self._tokenizer).ids, special):
-                found = [(place, token) for token in ids if (place := between.find(self._text_of(token))) >= 0]
+                found = [(place, token) for token in ids if (place := between.find(self.text_of(token))) >= 0]
                 self._ends[key] = min(found)[1] if found else None
                 if found:
                     break
@@ -228,9 +234,9 @@ class TemplateBridge:
             except Exception:  # a template is a program: it may raise anything
                 continue
         token = find_turn_end(self._tokenizer).token
-        return "", "" if token is None else self._text_of(token)
+        return "", "" if token is None else self.text_of(token)
 
-    def _text_of(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _needs_whole(self, dialogue: Dialogue) -> bool:

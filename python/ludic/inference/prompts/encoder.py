@@ -217,7 +217,7 @@ class PromptEncoder:
     def _source(self, part: Text) -> str:
         """The text to encode, after the text of the token before it: tokenizers with pieces put a
         space before a text that stands alone, and some drop what follows a special token."""
-        return part.text if part.after is None else self.decode([part.after], special=True) + part.text
+        return part.text if part.after is None else self._bridge.text_of(part.after) + part.text
 
     def _ids_of(self, part: Text, encoded: Mapping[str, list[int]]) -> list[int]:
         ids = encoded[self._source(part)]
