@@ -241,15 +241,13 @@ class _Connection:
 
     async def _write(self, reply: Reply, *, close: bool = False) -> None:
         headers = [("content-type", reply.content_type), ("content-length", str(len(reply.body)))]
-        self._send(h11.Response(status_code=reply.status, headers=[*headers, *([("connection", "close")] if close else [])]))
-        await self._end(reply.body)
+        head = h11.Response(status_code=reply.status, headers=[*headers, *([("connection", "close")] if close else [])])
+        await self._end(reply.body, head)
 
-    def _send(self, event: h11.Event) -> None:
-        if data := self._http.send(event):
-            self._writer.write(data)
+    def _send(self, *events: h11.Event) -> None:
+        self._writer.write(b"".join(self._http.send(event) or b"" for event in events))
 
-    async def _end(self, body: bytes) -> None:
-        self._send(h11.Data(data=body))
-        self._send(h11.EndOfMessage())
+    async def _end(self, body: bytes, *head: h11.Event) -> None:
+        self._send(*head, h11.Data(data=body), h11.EndOfMessage())
         async with asyncio.timeout(BODY_S):
             await self._writer.drain()

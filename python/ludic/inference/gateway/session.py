@@ -210,7 +210,8 @@ class Answering:
             room = self._room(ask, len(prompt.ids))
             reserved = room * ask.n
             self._num_reserved += reserved
-            key = hashlib.blake2b(array("i", prompt.ids).tobytes(), digest_size=8).digest()
+            shared = b"" if prompt.parent is None else prompt.parent.ids[: prompt.shared].tobytes()
+            key = hashlib.blake2b(shared + array("i", prompt.ids[prompt.shared :]).tobytes(), digest_size=8).digest()
             drawn = self._drawn.setdefault(key, set())
             numbers = [number for number in range(len(drawn) + ask.n) if number not in drawn][: ask.n]
             drawn.update(numbers)
@@ -296,7 +297,7 @@ class Answering:
             return Prompt(Dialogue([]), (), "root", ids=ids)
         tools = ToolRequest(ask.tools, ask.tool_choice) if ask.tools else None
         try:
-            dialogue = Dialogue.of(ChatCompletionRequest(self.session.model, ask.messages, tools=tools))
+            dialogue = Dialogue.of(ChatCompletionRequest(self.session.model, ask.messages, self.sampling, tools=tools))
             if dialogue.tools:
                 self._encoder.tool_format(dialogue.tools)
             return self._encoder.encode(dialogue, self._episode, begun=ask.begun)

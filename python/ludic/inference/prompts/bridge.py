@@ -90,8 +90,8 @@ class TemplateBridge:
         """
         if not answers:
             return None
-        habits, thoughts = self.habits, any(map(_has_reasoning, dialogue.messages))
-        if not (habits.rewrites or (thoughts and habits.drops_thoughts)):
+        habits = self.habits
+        if not (habits.rewrites or (habits.drops_thoughts and any(map(_has_reasoning, dialogue.messages)))):
             return answers[-1]
         text = self._render(dialogue)
         if self._keeps(dialogue, answers[-1], text):
@@ -282,9 +282,10 @@ def _call(name: str, arguments: dict[str, Any]) -> Message:
 
 def _has_reasoning(message: Message) -> bool:
     """Whether an answer has reasoning, in its `reasoning_content` or before `</think>`."""
+    if message.get("role") != "assistant":
+        return False
     thought, closed, _ = str(message.get("content") or "").partition(THINK_END)
-    is_answer = message.get("role") == "assistant"
-    return is_answer and bool(message.get("reasoning_content") or (closed and thought.replace(THINK, "").strip()))
+    return bool(message.get("reasoning_content") or (closed and thought.replace(THINK, "").strip()))
 
 
 def _marked(answer: Message) -> Message:

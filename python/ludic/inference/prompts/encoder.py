@@ -125,7 +125,8 @@ class PromptEncoder:
 
     def _encode(self, prompts: Sequence[Prompt]) -> None:
         """Fill in the ids."""
-        texts = list(dict.fromkeys(self._source(part) for prompt in prompts for part in prompt.parts if isinstance(part, Text)))
+        parts = [part for prompt in prompts for part in prompt.parts if isinstance(part, Text) and part.text]
+        texts = list(dict.fromkeys(map(self._source, parts)))
         encoded = dict(zip(texts, self._tokenize(texts), strict=True)) if texts else {}
         for prompt in prompts:
             for number, part in enumerate(prompt.parts):
@@ -220,8 +221,8 @@ class PromptEncoder:
         return part.text if part.after is None else self._bridge.text_of(part.after) + part.text
 
     def _ids_of(self, part: Text, encoded: Mapping[str, list[int]]) -> list[int]:
-        ids = encoded[self._source(part)]
-        if part.after is None or ids[:1] == [part.after]:
+        ids = encoded[self._source(part)] if part.text else []
+        if not part.text or part.after is None or ids[:1] == [part.after]:
             return ids if part.after is None else ids[1:]
         return list(self._tokenize(part.text))  # the token's text is not read as the token
 

@@ -39,6 +39,8 @@ class Turn:
     """All sampled text, without the end token."""
     key: bytes
     """Of all messages of its prompt (`message_keys`)."""
+    answer_key: bytes
+    """Of these and the answer."""
     num_messages: int
     """Of its prompt."""
 
@@ -111,12 +113,12 @@ class Transcript:
         template raises."""
         messages, keys = list(dialogue.messages), message_keys(dialogue)
         answers = [place for place in range(1, len(messages)) if messages[place].get("role") == "assistant"]
-        found = {place: known for place in reversed(answers) if (known := self._find(keys[place], messages[place]))}
+        found = {place: known for place in reversed(answers) if (known := self._find(keys, place, messages[place]))}
         for place, (turn, _) in found.items():
             if (thought := turn.answer.get("reasoning_content")) and not messages[place].get("reasoning_content"):
                 messages[place] = {**messages[place], "reasoning_content": thought}
         shown = replace(dialogue, messages=messages)
-        if begun is not None and (known := self._find(keys[-1], begun)):
+        if begun is not None and (known := self._find([*keys, _next_key(keys[-1], begun)], len(messages), begun)):
             turn, added = known
             ids = turn.ids[:-1].tolist() if turn.ended else turn.ids.tolist()
             return Prompt(
@@ -139,7 +141,7 @@ class Transcript:
         shared = shared if prompt.shared == len(shared) else int_column(shared[: prompt.shared])
         ids = append_ids(shared, [*prompt.ids[prompt.shared :], *completion_ids])
         key, num_messages = prompt.keys[-1], len(prompt.keys) - 1
-        turn = Turn(self._count, ids, ended, answer, text, key, num_messages)
+        turn = Turn(self._count, ids, ended, answer, text, key, _next_key(key, answer), num_messages)
         self._last_keys = prompt.keys
         self._count += 1
         self.turns[turn.number] = turn
@@ -166,14 +168,13 @@ class Transcript:
         end = [] if bridge.end is None or (not added and ids[-1:] == [bridge.end]) else [bridge.end]
         return ids, Text(added, bridge.end), end, Text(bridge.text, bridge.end)
 
-    def _find(self, key: bytes, message: Message) -> tuple[Turn, str] | None:
-        """The latest turn with this prompt whose answer the message is, and the text that was added
-        to it."""
-        meaning, thought = canonical_message(message), str(message.get("reasoning_content") or "").strip()
-        known = self._by_prompt.get(key, ())
+    def _find(self, keys: Sequence[bytes], place: int, message: Message) -> tuple[Turn, str] | None:
+        """The latest turn whose prompt is the messages before this place and whose answer is the
+        one there, and the text that was added to it."""
+        known, thought = self._by_prompt.get(keys[place], ()), str(message.get("reasoning_content") or "").strip()
         turns = [turn for turn in known if thought in ("", str(turn.answer.get("reasoning_content") or "").strip())]
         for turn in reversed(turns):
-            if canonical_message(turn.answer) == meaning:
+            if turn.answer_key == keys[place + 1]:
                 return turn, ""
         said = _content_text(message)
         for turn in reversed(turns) if not message.get("tool_calls") else ():
@@ -204,7 +205,7 @@ def canonical_message(message: Message) -> tuple[Any, ...]:
     Ids, reasoning and other fields do not count; of an answer neither does white space at the ends
     of its text."""
     role = "system" if message.get("role") == "developer" else message.get("role")
-    calls = tuple(_canonical_call(call) for call in message.get("tool_calls") or ())
+    calls = tuple(map(_canonical_call, message.get("tool_calls") or ()))
     text = _content_text(message)
     return role, text.strip() if role == "assistant" else text, calls, message.get("name") if role == "tool" else None
 
@@ -214,8 +215,12 @@ def message_keys(dialogue: Dialogue) -> list[bytes]:
     messages."""
     keys = [_hash(b"", [list(dialogue.tools), dict(dialogue.template_kwargs)])]
     for message in dialogue.messages:
-        keys.append(_hash(keys[-1], canonical_message(message)))
+        keys.append(_next_key(keys[-1], message))
     return keys
+
+
+def _next_key(key: bytes, message: Message) -> bytes:
+    return _hash(key, canonical_message(message))
 
 
 def _content_text(message: Message) -> str:
