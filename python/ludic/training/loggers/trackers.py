@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import import_optional
+from ludic.files.json_values import flatten_settings
 from ludic.training.loggers.base import ClosingLogger, plain_values
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class MlflowLogger(ClosingLogger):
             found = client.get_experiment_by_name(self.experiment)
             experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
             run_id = client.create_run(experiment, run_name=self._name, tags=self._tags).info.run_id
-            params = [self._mlflow.entities.Param(key, value) for key, value in flatten(self._config).items()]
+            texts = {NOT_IN_NAMES.sub("_", path): str(value)[:LONGEST_PARAM] for path, value in flatten_settings(self._config)}
+            params = [self._mlflow.entities.Param(key, text) for key, text in texts.items()]
             for at in range(0, len(params), MOST_PARAMS):
                 client.log_batch(run_id, params=params[at : at + MOST_PARAMS])
             self.run_id = str(run_id)
@@ -105,17 +107,6 @@ class MlflowLogger(ClosingLogger):
         if self._client is not None:
             self._client.set_terminated(self.run_id)
             self._client = None
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as text by path: `{"trainer": {"lr": 0.1}}` is `{"trainer.lr": "0.1"}`."""
-    flat: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[NOT_IN_NAMES.sub("_", f"{prefix}{key}")] = str(value)[:LONGEST_PARAM]
-    return flat
 
 
 class TensorboardLogger(ClosingLogger):
