@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, Literal, TypedDict, Unpack
 
 from ludic.distribution import install_command
@@ -70,6 +71,14 @@ class MissingExtraError(LudicError, ImportError):
     @classmethod
     def for_extra(cls, package: str, extra: str) -> MissingExtraError:
         return cls(f"{package} is not installed; `{install_command(extra)}` installs it")
+
+
+def import_optional(module: str, extra: str) -> Any:
+    """The module. Raises MissingExtraError, which names the extra, if it cannot be imported."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingExtraError.for_extra(module.partition(".")[0], extra) from error
 
 
 class StaleBuildError(LudicError, ImportError):

@@ -9,6 +9,4 @@ from ludic.distribution import describe_namesake
 if "GRPO" not in ludic.__all__ and (problem := describe_namesake()):
     sys.exit(f"ludic: {problem}")
 
-from ludic.cli.app import main
-
-__all__ = ["main"]
+from ludic.cli.app import main as main

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ludic.cli.settings import expand_run_folder
+from ludic.cli.settings import read_recipe_with_model
 from ludic.errors import ConfigError
 from ludic.recipes.agent_section import has_agent
-from ludic.recipes.compose import choose_devices, compose
 from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.types import Step, stored
 
@@ -30,7 +29,7 @@ SHOWN = 60
 
 def try_command(arguments: Sequence[str], *, json_only: bool) -> int:
     """Play one episode of the recipe's agent, and show its calls."""
-    recipe = _read(arguments)
+    recipe = read_recipe_with_model(arguments)
     if not has_agent(recipe.agent):
         raise ConfigError("there is no agent to try; set agent.function=module:function, agent.command=[...] or agent.preset")
 
@@ -49,7 +48,7 @@ def serve_command(arguments: Sequence[str], *, port: int) -> int:
     """Serve the model at an address until Ctrl-C, and show the calls."""
     is_given = any(each.startswith(("agent=", "agent.function", "agent.command", "agent.preset")) for each in arguments)
     # Other settings of the section need an agent: here it is started by hand.
-    recipe = _read([*arguments, *([] if is_given else ["agent.function=started:by_hand"])])
+    recipe = read_recipe_with_model([*arguments, *([] if is_given else ["agent.function=started:by_hand"])])
 
     def work(console: Console) -> tuple[int, str]:
         rows: list[dict[str, Any]] = []
@@ -59,14 +58,6 @@ def serve_command(arguments: Sequence[str], *, port: int) -> int:
         return 0, json.dumps(rows, indent=2) + "\n"
 
     return run_with_console(work, json_only=False)
-
-
-def _read(arguments: Sequence[str]) -> Recipe:
-    recipe = compose([part for argument in arguments for part in expand_run_folder(argument)])
-    choose_devices(recipe)
-    if recipe.model is None:
-        raise ConfigError("there is no model; give model=DIRECTORY or a hub id, such as the model/ of a run")
-    return recipe
 
 
 async def _try(recipe: Recipe, console: Console) -> tuple[list[dict[str, Any]], dict[str, Any], str]:

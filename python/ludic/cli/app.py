@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -388,9 +389,9 @@ def serve(
     ] = 600.0,
 ) -> int:
     options = locals() | {"flags": flags or ()}
-    from ludic.cli.serve import ServeSettings, serve_command
+    from ludic.cli.serve import serve_command
 
-    return serve_command(ServeSettings(**options))
+    return serve_command(SimpleNamespace(**options))
 
 
 checkpoints = typer.Typer(

@@ -28,9 +28,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ludic.cli.settings import expand_run_folder
+from ludic.cli.settings import read_recipe_with_model
 from ludic.errors import ConfigError, DataError
-from ludic.recipes.compose import choose_devices, compose
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import INTERRUPTED, quiet_libraries, run_with_console
 from ludic.types import Rollout, stored
@@ -62,11 +61,8 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
     """Run the command and return the exit status: 0, or 130 after Ctrl-C, which keeps the batches
     written so far."""
     started = time.perf_counter()
-    recipe = compose([part for argument in arguments for part in expand_run_folder(argument)])
-    choose_devices(recipe)
+    recipe = read_recipe_with_model(arguments)
     parsed = None if keep is None else Keep.parse(keep)
-    if recipe.model is None:
-        raise ConfigError("there is no model to play with; give model=DIRECTORY, such as the model/ of a run")
     if out.exists():
         raise ConfigError(f"--out {out} exists already; choose another name, or delete it")
     counts = Tally(str(out), keep)

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Literal, cast, get_args
+from types import FrameType, SimpleNamespace
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -27,45 +26,16 @@ from ludic.inference.vllm.launch import (
 )
 
 
-@dataclass(frozen=True)
-class ServeSettings:
-    """The options of `ludic serve`, by their names."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str | None = None
-    python: str | None = None
-    device: str = "auto"
-    dtype: str | None = None
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.7
-    logprobs_mode: str = "processed_logprobs"
-    weights: str = "auto"
-    client_tags: bool = False
-    think_limits: bool = False
-    batch_invariant: bool = False
-    lora_rank: int = 0
-    compiled: bool = False
-    ready_timeout_s: float = 600.0
-    flags: Sequence[str] = ()
-    """vLLM's own flags, passed on unchanged."""
-
-    def __post_init__(self) -> None:
-        for option, value, allowed in (
-            ("--device", self.device, ("auto", "cpu", "cuda")),
-            ("--weights", self.weights, ("auto", "gloo", "ludic_nccl", "disk", "none")),
-            ("--logprobs-mode", self.logprobs_mode, get_args(LogprobsMode)),
-        ):
-            check_value(option, value, choices=allowed)
-
-
-def serve_command(settings: ServeSettings) -> int:
+def serve_command(options: SimpleNamespace) -> int:
     """Serve until a signal or until the server ends, and show its output. Returns the exit status 0
-    after a signal; raises InferenceError if the server ended by itself."""
+    after a signal; raises InferenceError if the server ended by itself. `options` are those of
+    `ludic serve`, by their names."""
+    check_value("--device", options.device, choices=("auto", "cpu", "cuda"))
+    check_value("--weights", options.weights, choices=("auto", "gloo", "ludic_nccl", "disk", "none"))
+    check_value("--logprobs-mode", options.logprobs_mode, choices=get_args(LogprobsMode))
     console = Console(stderr=True, highlight=False)
     with _stop_on_signals() as stopped:
-        proc = _start(settings)
+        proc = _start(options)
 
         def set_when_ended() -> None:
             proc.wait()
@@ -73,15 +43,15 @@ def serve_command(settings: ServeSettings) -> int:
 
         threading.Thread(target=set_when_ended, daemon=True).start()
         try:
-            if not _wait_until_ready(settings, proc, stopped):
+            if not _wait_until_ready(options, proc, stopped):
                 return 0
             if os.environ.get(VARIABLE):
                 secret = f"the value of {VARIABLE}, which trainers need as well"
             else:
-                secret = f"trainers of this user on this machine read it from {secret_file(settings.port)}"
-                secret += "" if is_loopback_host(settings.host) else f", others need it in {VARIABLE}"
+                secret = f"trainers of this user on this machine read it from {secret_file(options.port)}"
+                secret += "" if is_loopback_host(options.host) else f", others need it in {VARIABLE}"
             console.print(f"Clients need its secret: {secret}", soft_wrap=True)
-            console.print(f"[bold]ready[/] at http://{settings.host}:{settings.port}; Ctrl-C stops it")
+            console.print(f"[bold]ready[/] at http://{options.host}:{options.port}; Ctrl-C stops it")
             stopped.wait()
             if proc.poll() is not None:
                 raise InferenceError(f"the server ended by itself with status {proc.returncode}; its output is above")
@@ -91,43 +61,44 @@ def serve_command(settings: ServeSettings) -> int:
             stop_vllm_server(proc)
 
 
-def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
-    lora = ["--enable-lora", "--max-lora-rank", str(settings.lora_rank), "--max-loras", "2"] if settings.lora_rank else []
+def _start(options: SimpleNamespace) -> subprocess.Popen[Any]:
+    lora = ["--enable-lora", "--max-lora-rank", str(options.lora_rank), "--max-loras", "2"] if options.lora_rank else []
     return start_vllm_server(
-        settings.model,
-        settings.host,
-        settings.port,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_model_len=settings.max_model_len,
-        enforce_eager=not settings.compiled,
-        extra_args=[*lora, *settings.flags],
-        python=settings.python,
-        device=cast(Literal["auto", "cpu", "cuda"], settings.device),
-        dtype=settings.dtype,
-        served_model_name=settings.name,
-        logprobs_mode=cast(LogprobsMode, settings.logprobs_mode),
-        client_tags=settings.client_tags,
-        think_limits=settings.think_limits,
-        weights=_choose_weights(settings),
-        env={"VLLM_BATCH_INVARIANT": "1"} if settings.batch_invariant else None,
+        options.model,
+        options.host,
+        options.port,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        max_model_len=options.max_model_len,
+        enforce_eager=not options.compiled,
+        extra_args=[*lora, *options.flags],
+        python=options.python,
+        device=options.device,
+        dtype=options.dtype,
+        served_model_name=options.name,
+        logprobs_mode=options.logprobs_mode,
+        client_tags=options.client_tags,
+        think_limits=options.think_limits,
+        weights=_choose_weights(options),
+        env={"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else None,
     )
 
 
-def _choose_weights(settings: ServeSettings) -> WeightBackend | None:
+def _choose_weights(options: SimpleNamespace) -> WeightBackend | None:
     """The backend named; left open, host memory next to a CPU and NCCL between GPUs."""
-    if settings.weights != "auto":
-        return None if settings.weights == "none" else cast(WeightBackend, settings.weights)
-    cpu = settings.device == "cpu" or (settings.device == "auto" and is_cpu_build(server_python(settings.python)))
+    if options.weights != "auto":
+        chosen: WeightBackend | None = None if options.weights == "none" else options.weights
+        return chosen
+    cpu = options.device == "cpu" or (options.device == "auto" and is_cpu_build(server_python(options.python)))
     return "gloo" if cpu else "ludic_nccl"
 
 
-def _wait_until_ready(settings: ServeSettings, proc: subprocess.Popen[Any], stopped: threading.Event) -> bool:
+def _wait_until_ready(options: SimpleNamespace, proc: subprocess.Popen[Any], stopped: threading.Event) -> bool:
     """Whether the server became ready before it had to stop."""
     failures: list[InferenceError] = []
 
     def wait() -> None:
         try:
-            wait_for_vllm_health(settings.host, settings.port, proc, settings.ready_timeout_s)
+            wait_for_vllm_health(options.host, options.port, proc, options.ready_timeout_s)
         except InferenceError as error:
             failures.append(error)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import split_arguments, to_yaml
+from ludic.recipes.compose import choose_devices, compose, split_arguments, to_yaml
+from ludic.recipes.schema import Recipe
 
 _WIDTH = 100
 
@@ -45,6 +46,16 @@ def expand_run_folder(argument: str) -> list[str]:
         raise ConfigError(f"{argument} has no model yet; resume it with `ludic train --resume {argument}`")
     saved = [f"{name}=null" for name in ("tokenizer", "chat_template", "eos_token", "name")]  # the model's folder has them
     return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", *saved]
+
+
+def read_recipe_with_model(arguments: Sequence[str]) -> Recipe:
+    """The recipe of the arguments, of which one may be a run's folder, for this machine. Raises
+    ConfigError if it has no model."""
+    recipe = compose([part for argument in arguments for part in expand_run_folder(argument)])
+    choose_devices(recipe)
+    if recipe.model is None:
+        raise ConfigError("there is no model to play with; give model=DIRECTORY or a hub id, such as the model/ of a run")
+    return recipe
 
 
 def format_recipe(recipe: Any) -> str:

@@ -29,7 +29,7 @@ import numpy as np
 
 from ludic.data.formats import Row
 from ludic.data.sources import find_path, is_saved_data_set, open_arrow, parse_line
-from ludic.errors import ConfigError, DataError, MissingExtraError
+from ludic.errors import ConfigError, DataError, MissingExtraError, import_optional
 from ludic.files.jsonl import is_blank
 
 _PARQUET_ROWS = 1024
@@ -125,10 +125,7 @@ class ParquetReader(_FileReader):
         return found, [group, skipped] if group < groups else None
 
     def _open(self) -> Any:
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise MissingExtraError.for_extra("pyarrow", "datasets") from error
+        parquet = import_optional("pyarrow.parquet", "datasets")
         try:
             return parquet.ParquetFile(self._path)
         except (OSError, ValueError) as error:  # pyarrow's errors are these

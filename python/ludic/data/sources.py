@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from ludic.data.formats import Row
-from ludic.errors import DataError, MissingExtraError
+from ludic.errors import DataError, import_optional
 from ludic.files.json_values import parse_json
 from ludic.files.jsonl import is_blank
 
@@ -130,10 +130,7 @@ def _read_csv(name: str, path: Path, draw: Draw) -> Table:
 
 
 def _read_parquet(name: str, path: Path, draw: Draw) -> Table:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise MissingExtraError.for_extra("pyarrow", "datasets") from error
+    parquet = import_optional("pyarrow.parquet", "datasets")
     try:
         table = parquet.read_table(path)
         drawn = draw.of(table.num_rows)
@@ -160,10 +157,7 @@ def is_saved_data_set(path: Path) -> bool:
 def open_arrow(name: str, source: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
     """A parquet file, a folder or an id as a data set of the `datasets` library, whose rows stay on
     disk; with `streaming` as an iterable one. The library runs no code of the data set."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError.for_extra("datasets", "datasets") from error
+    datasets = import_optional("datasets", "datasets")
     try:
         if is_saved_data_set(Path(source)):
             loaded = datasets.load_from_disk(source)

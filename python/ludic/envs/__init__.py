@@ -1,21 +1,14 @@
 """Environments: they return observations and rewards for actions. `adapters` has environments of
 other libraries."""
 
-from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, PromptEnv, Sample, VerifierFn
-from ludic.envs.env import LudicEnv, SingleAgentEnv
-from ludic.envs.key_value import KeyValueEnv
-from ludic.envs.tictactoe import TicTacToeEnv, TwoPlayerTicTacToeEnv
-
-__all__ = [
-    "DatasetQAEnv",
-    "KeyValueEnv",
-    "LudicEnv",
-    "ParserFn",
-    "PromptBuilder",
-    "PromptEnv",
-    "Sample",
-    "SingleAgentEnv",
-    "TicTacToeEnv",
-    "TwoPlayerTicTacToeEnv",
-    "VerifierFn",
-]
+from ludic.envs.dataset_qa_env import (
+    DatasetQAEnv as DatasetQAEnv,
+    ParserFn as ParserFn,
+    PromptBuilder as PromptBuilder,
+    PromptEnv as PromptEnv,
+    Sample as Sample,
+    VerifierFn as VerifierFn,
+)
+from ludic.envs.env import LudicEnv as LudicEnv, SingleAgentEnv as SingleAgentEnv
+from ludic.envs.key_value import KeyValueEnv as KeyValueEnv
+from ludic.envs.tictactoe import TicTacToeEnv as TicTacToeEnv, TwoPlayerTicTacToeEnv as TwoPlayerTicTacToeEnv

@@ -84,6 +84,16 @@ def is_finite(value: Any) -> bool:
         return False
 
 
+def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of nested settings. Example: `{"trainer": {"lr": 0.1}}` has `trainer.lr`, 0.1.
+    An empty section is a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten_settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 _ENCODER = msgspec.json.Encoder(enc_hook=to_builtin)
 
 

@@ -149,10 +149,6 @@ def _add_linear(pass_: _Pass, result: Tensor, input: Tensor, weight: Tensor, *_:
     pass_.of_tokens += pass_.product(2 * _local(result).numel() * _local(weight).shape[-1], input, weight)
 
 
-def _add_reversed(pass_: _Pass, result: Tensor, b: Tensor, a: Tensor) -> None:
-    _add_product(pass_, result, a, b)
-
-
 def _add_sum(pass_: _Pass, result: Tensor, *args: Any, **kwargs: Any) -> None:
     """A product that is added to the first tensor."""
     _add_product(pass_, result, *_tensors(args, kwargs)[1:])
@@ -191,7 +187,7 @@ _RULES: dict[Any, Callable[..., None]] = {
     F.linear: _add_linear,
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _add_product),
     **dict.fromkeys((Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__), _add_product),
-    Tensor.__rmatmul__: _add_reversed,
+    Tensor.__rmatmul__: lambda pass_, result, b, a: _add_product(pass_, result, a, b),
     **dict.fromkeys((torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm), _add_sum),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _add_convolution),
     torch.einsum: _add_einsum,

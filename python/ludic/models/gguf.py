@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ludic.errors import ConfigError, MissingExtraError
+from ludic.errors import ConfigError, import_optional
 from ludic.files.atomic import replace_folder
 from ludic.models.loading import check_dtype, explain_load_errors
 
@@ -80,12 +80,9 @@ def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int], dict[str, 
     """(the metadata without lists, number of tensors by their storage type, tensor -> its size)."""
     if not file.is_file():
         raise ConfigError(f"{file} is no file; give a GGUF file, such as model.Q4_1.gguf")
+    gguf = import_optional("gguf", "gguf")
     try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise MissingExtraError.for_extra("gguf", "gguf") from error
-    try:
-        reader = GGUFReader(file)
+        reader = gguf.GGUFReader(file)
         metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
     except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is no GGUF file, or is damaged: {error}") from error

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError, MissingExtraError
+from ludic.errors import ConfigError, import_optional
 from ludic.models.heads import find_head_parts
 
 KINDS = ("nf4", "fp4", "int8")
@@ -119,12 +119,8 @@ def quiet_kernels() -> Iterator[None]:
 
 def require_bitsandbytes() -> Any:
     """The module `bitsandbytes`. Raises MissingExtraError if it is not installed."""
-    try:
-        with quiet_kernels():
-            import bitsandbytes
-    except ImportError as error:
-        raise MissingExtraError.for_extra("bitsandbytes", "qlora") from error
-    return bitsandbytes
+    with quiet_kernels():
+        return import_optional("bitsandbytes", "qlora")
 
 
 def find_quantizable_layers(model: Any, settings: QuantizationSettings) -> dict[str, nn.Linear]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ OFFSETS = "ludic_offsets"
 parts of tensors."""
 
 
-class TensorFileWriter:
+class TensorFileWriter(AbstractContextManager["TensorFileWriter"]):
     """Writes a safetensors file. Its tensors may come in any order, and none is kept.
 
     >>> with TensorFileWriter(path, {"weight": torch.empty(2, 3, device="meta")}) as file:
@@ -82,9 +82,6 @@ class TensorFileWriter:
         self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
-    def __enter__(self) -> TensorFileWriter:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._file:
             if kind is None:
@@ -101,7 +98,7 @@ class _Part(NamedTuple):
     region: Region
 
 
-class StoredTensors:
+class StoredTensors(AbstractContextManager["StoredTensors"]):
     """The tensors in one or several safetensors files, open for reading. A tensor may be cut into
     parts in several files (`OFFSETS`).
 
@@ -164,9 +161,6 @@ class StoredTensors:
         if covered != count_elements(wanted):
             raise CheckpointError(f"{name} is not whole: files have {covered} of {count_elements(wanted)} elements of {wanted}")
         return result
-
-    def __enter__(self) -> StoredTensors:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()

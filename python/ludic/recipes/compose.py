@@ -266,9 +266,9 @@ def read_builtin(name: str, command: str = "train") -> DictConfig:
 
 def read_defaults(command: str) -> DictConfig:
     """The settings that the recipes of a command have in common, as they are before any other."""
-    return cast(
-        DictConfig, OmegaConf.create((files("ludic.recipes") / "defaults" / f"{command}.yaml").read_text(encoding="utf-8"))
-    )
+    names = ("all", command) if command == "train" else ("all", "epochs", command)
+    texts = ((files("ludic.recipes") / "defaults" / f"{name}.yaml").read_text(encoding="utf-8") for name in names)
+    return cast(DictConfig, OmegaConf.merge(*map(OmegaConf.create, texts)))
 
 
 def read_yaml(path: Path) -> DictConfig:

@@ -13,9 +13,9 @@ from ludic.errors import ConfigError
 from ludic.eval.picture import draw_margins, draw_reliability
 from ludic.recipes.compose import config_hash
 from ludic.recipes.epochs_schema import EpochsRecipe, PairsRecipe
-from ludic.runs.base import RunParts, TrainerT, TrainingRun, restore_best_weights
+from ludic.runs.base import DirectoryT, RunParts, TrainerT, TrainingRun, restore_best_weights
 from ludic.runs.data.pairs import PairData
-from ludic.runs.directory import PairsDirectory, Progress, RunDirectory
+from ludic.runs.directory import PairsDirectory, Progress
 from ludic.runs.report.curve import write_picture
 from ludic.runs.report.summary import (
     describe_files,
@@ -51,7 +51,6 @@ class EpochsParts(RunParts):
 
 RecipeT = TypeVar("RecipeT", bound=EpochsRecipe)
 PartsT = TypeVar("PartsT", bound=EpochsParts)
-DirectoryT = TypeVar("DirectoryT", bound=RunDirectory)
 
 
 class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):

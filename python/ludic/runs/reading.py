@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json
-from ludic.files.json_values import is_finite
+from ludic.files.json_values import flatten_settings, is_finite
 from ludic.recipes.compose import read_yaml
 from ludic.runs.directory import DONE, check_is_run, is_run
 from ludic.runs.lock import LAUNCH_LOCK, is_locked
@@ -95,8 +95,9 @@ def read_run(path: Path) -> RunRecord:
     check_is_run(path)
     progress = _read_object(path / "progress.json", PROGRESS)
     summary = _read_object(path / "summary.json", SUMMARY) if (path / "summary.json").is_file() else {}
-    tree = OmegaConf.to_container(read_yaml(path / "config.yaml"), resolve=False)
-    settings = dict(_flatten({str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}))
+    tree: Any = OmegaConf.to_container(read_yaml(path / "config.yaml"), resolve=False)
+    flat = flatten_settings(tree) if isinstance(tree, dict) else ()
+    settings = {path: _name_numbers(value) for path, value in flat if not isinstance(value, Mapping)}
     wall_s = (progress.get("seconds") or {}).get("wall", 0.0)
     if not is_finite(wall_s):
         raise CheckpointError(f"{path / 'progress.json'}: wall ({_shorten(wall_s)}) must be a number; the file is damaged")
@@ -138,14 +139,6 @@ def list_differences(records: Sequence[RunRecord]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for record in records for key in record.settings if key not in PLACES)
     values = {key: [record.settings.get(key) for record in records] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", _name_numbers(value)
 
 
 def _name_numbers(value: Any) -> Any:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
+from ludic.files.json_values import flatten_settings
 from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.actors import check_actors
 from ludic.recipes.compose import DEVICE_SETTINGS, read_yaml, to_plain_values, to_yaml
@@ -120,9 +121,9 @@ def resume_run(
 
 
 def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirectory) -> None:
-    before = {RENAMED.get(key, key): value for key, value in _flatten(original).items()}
+    before = {RENAMED.get(key, key): value for key, value in flatten_settings(original)}
     before = {key: value for key, value in before.items() if key not in DEVICE_SETTINGS or value != AUTO}
-    now = _flatten(to_plain_values(recipe))
+    now = dict(flatten_settings(to_plain_values(recipe)))
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not key.startswith(_FREE):
             more = f", or raise it with --resume {directory.path} steps=N" if key == "steps" else ""
@@ -161,13 +162,3 @@ def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps:
         raise ConfigError(
             f"trainer.lr_scheduler_type ({trainer.lr_scheduler_type}) ended at a learning rate of 0; start with model={directory.model}"
         )
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -19,8 +19,8 @@ from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.models.sharding import gather_tensor, is_sharded, unshard
 from ludic.models.wrappers import is_classifier, unwrap_transformer
 from ludic.training.coefficients import Coefficient
-from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
-from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
+from ludic.training.loss.base import Loss as Loss, adapted_loss, loss_name, scaled_loss
+from ludic.training.loss.batch import Batch as Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import sum_mismatch, sum_reference
 from ludic.training.loss.token_scores import TOKEN_SCORES, LogitScores, TokenScores
@@ -30,17 +30,6 @@ from ludic.types import group_of, is_list_of, stored
 if TYPE_CHECKING:
     from ludic.training.distillation import Distillation
     from ludic.training.loss.value import CriticSettings
-
-__all__ = [
-    "Batch",
-    "Loss",
-    "PreprocessFn",
-    "RLAlgorithm",
-    "compose_preprocess",
-    "drop_zero_weight_samples",
-    "filter_zero_variance_groups",
-    "validate_actor_logps",
-]
 
 PreprocessFn = Callable[[SAWBatch], SAWBatch]
 """Filters or checks a macro-batch before training."""

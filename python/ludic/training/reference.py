@@ -50,17 +50,7 @@ from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.batch import CANDIDATES, Batch, num_rows
 from ludic.training.loss.context import SharedContext
 from ludic.training.preflight.layouts import explain_rows
-from ludic.training.types import ReferencePolicy, SAWItem
-
-__all__ = [
-    "AttachedReference",
-    "CachedReference",
-    "FrozenModel",
-    "PrecomputedReference",
-    "ReferencePolicy",
-    "WithoutAdapters",
-    "resolve_reference",
-]
+from ludic.training.types import ReferencePolicy as ReferencePolicy, SAWItem
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_vllm
 import httpx2
@@ -398,10 +399,10 @@ def test_serve_fails_when_the_server_does_not_start(tmp_path):
     ],
 )
 def test_the_weight_transport_depends_on_the_device_by_default(tmp_path, cpu, settings, backend):
-    from ludic.cli.serve import ServeSettings, _choose_weights
+    from ludic.cli.serve import _choose_weights
 
     python = fake_vllm.install(tmp_path / "venv", cpu=cpu)
-    assert _choose_weights(ServeSettings("tiny", python=python, **settings)) == backend
+    assert _choose_weights(SimpleNamespace(**{"weights": "auto", "device": "auto", "python": python, **settings})) == backend
 
 
 @pytest.mark.parametrize("option", [["--device", "tpu"], ["--weights", "carrier"], ["--logprobs-mode", "some"]])

@@ -32,13 +32,11 @@ from ludic.envs.code_exec.containers import (
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.pool import LRUCache
+from ludic.envs.code_exec.pool import LRUCache as LRUCache
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess
 from ludic.errors import ConfigError, GradingError, LudicError, MissingExtraError, check_value
-
-__all__ = ["DockerSandbox", "DockerSandboxConfig", "DockerSandboxPool", "LRUCache"]
 
 logger = logging.getLogger(__name__)
 

@@ -32,13 +32,11 @@ from ludic.envs.code_exec.containers import (
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.pool import LRUCache
+from ludic.envs.code_exec.pool import LRUCache as LRUCache
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess, Running
 from ludic.errors import ConfigError, GradingError, check_value
-
-__all__ = ["LRUCache", "PodmanConfig", "PodmanError", "PodmanHPCSandbox", "PodmanHPCSandboxPool", "PodmanResult"]
 
 COMMANDS = ("podman-hpc", "podman")
 CPU_PERIOD_US = 100_000

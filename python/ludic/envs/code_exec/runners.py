@@ -21,12 +21,10 @@ from ludic.envs.code_exec.types import (
     Sandbox,
     TestCase,
     TestResult,
-    compute_hash,
-    hash_tests,
+    compute_hash as compute_hash,
+    hash_tests as hash_tests,
 )
 from ludic.errors import DataError
-
-__all__ = ["CodeRunner", "StdinStdoutRunner", "compute_hash", "hash_tests"]
 
 STDERR_LINES = 5
 """Of a program that failed, in the comparison's details."""

@@ -1,5 +1,3 @@
 """Request settings that only one kind of server understands."""
 
-from ludic.inference.extensions.vllm import BackendExtensions, VLLMExtensions
-
-__all__ = ["BackendExtensions", "VLLMExtensions"]
+from ludic.inference.extensions.vllm import BackendExtensions as BackendExtensions, VLLMExtensions as VLLMExtensions

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Required, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
@@ -101,7 +101,21 @@ class RequestOptions(TypedDict, total=False):
     max_bytes: int
 
 
-class Http:
+class AsyncClosing:
+    """An asynchronous context manager that closes the connections at its end."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        raise NotImplementedError
+
+
+class Http(AsyncClosing):
     """Connections of one event loop, to any number of servers.
 
     >>> async with Http({"Authorization": "Bearer local"}) as http:
@@ -154,12 +168,6 @@ class Http:
         clients, self._clients = self._clients, {}
         for client in clients.values():
             await client.aclose()
-
-    async def __aenter__(self) -> Http:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     def _client(self, url: str) -> AsyncClient:
         """The connections for a URL. Proxies from the environment are not used for this machine."""

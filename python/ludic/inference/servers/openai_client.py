@@ -13,7 +13,7 @@ from ludic.errors import InferenceError
 from ludic.inference.request import ChatCompletionRequest, chat_fields, refuse_extensions, request_body
 from ludic.inference.servers.answers import ModelList, drop_nulls
 from ludic.inference.servers.errors import RetryPolicy
-from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, check_scheme, is_loopback_url
+from ludic.inference.servers.http import CONNECT_TIMEOUT_S, AsyncClosing, Http, HttpResponse, check_scheme, is_loopback_url
 from ludic.inference.vllm.responses import ChatMessage, Logprobs, ResponseReader
 from ludic.types import ChatResponse
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 
-class OpenAIChatClient:
+class OpenAIChatClient(AsyncClosing):
     """Chat completions over HTTP, with a deadline and retries.
 
     A call takes at most `timeout_s`, including retries and the waits between them. Failed
@@ -84,12 +84,6 @@ class OpenAIChatClient:
     async def aclose(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-    async def __aenter__(self) -> OpenAIChatClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     def _arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
         """Keywords of `chat.completions.create`."""

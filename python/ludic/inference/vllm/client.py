@@ -12,6 +12,7 @@ from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import RetryPolicy
+from ludic.inference.servers.http import AsyncClosing
 from ludic.inference.servers.openai_client import open_client
 from ludic.inference.servers.pool import Restarts
 from ludic.inference.servers.prompt_clipping import PromptClipper
@@ -33,7 +34,7 @@ from ludic.types import TokenTrace
 RESET_TIMEOUT_S = 60.0
 
 
-class VLLMChatClient(PushTarget):
+class VLLMChatClient(PushTarget, AsyncClosing):
     """Chat completions and continuations of token ids from one or more vLLM servers of the same
     model.
 
@@ -213,12 +214,6 @@ class VLLMChatClient(PushTarget):
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
         await self._servers.pool.aclose()
-
-    async def __aenter__(self) -> VLLMChatClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     # -- weights
 

@@ -35,7 +35,7 @@ from ludic.inference.reward_types import (
 )
 from ludic.inference.servers.answers import ModelList, WeightInfo, version_number
 from ludic.inference.servers.errors import RetryPolicy
-from ludic.inference.servers.http import convert_answer, run_blocking
+from ludic.inference.servers.http import AsyncClosing, convert_answer, run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.client import make_publisher
 from ludic.inference.vllm.servers import server_url
@@ -66,7 +66,7 @@ class _Version(Struct):
     version: str
 
 
-class VLLMScoringClient:
+class VLLMScoringClient(AsyncClosing):
     """A reward model behind one or more vLLM servers, `http://host:port`.
 
     A call takes at most `timeout_s`, retries included. Failed connections and transient statuses
@@ -228,12 +228,6 @@ class VLLMScoringClient:
     async def aclose(self) -> None:
         """Close the connections of this event loop."""
         await self._pool.aclose()
-
-    async def __aenter__(self) -> VLLMScoringClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     def _body(self, request: ScoringRequest, inputs: Sequence[ScoringInput]) -> dict[str, Any]:
         """The JSON body. Every field is set, because the server has other defaults."""

@@ -28,23 +28,11 @@ from enum import Enum
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError, check_value, did_you_mean
-from ludic.event_loop import ImmediateTrainFuture, TrainFuture
+from ludic.event_loop import ImmediateTrainFuture as ImmediateTrainFuture, TrainFuture as TrainFuture
 from ludic.rollouts.training.packed_columns import pack_columns, unpack_columns
 from ludic.training.rollouts.batch_selection import choose_max_lag
 from ludic.training.rollouts.group_filters import COMPARING, name_of_filter
 from ludic.types import Message
-
-__all__ = [
-    "ImmediateTrainFuture",
-    "Prompt",
-    "RLTrainingConfig",
-    "RolloutBatch",
-    "RolloutConfig",
-    "SFTTrainingConfig",
-    "Sample",
-    "SampleStatus",
-    "TrainFuture",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError
-from ludic.files.atomic import replace_folder, unfinished_path
-from ludic.files.manifest import describe_file
+from ludic.files.atomic import replace_folder, unfinished_path, write_json
+from ludic.files.manifest import describe_file, write_manifest
 from ludic.models.sharded_files import check_all_have_a_folder, write_sharded
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import write_model_and_optimizer
 from ludic.training import ranks
+from ludic.training.backend.protocol import TrainingBackend, with_defaults
 
 
 def write_weights(
@@ -31,6 +32,22 @@ def write_weights(
     with ranks.agree("saving a sharded model"):
         shared = check_all_have_a_folder(folder)
     write_sharded(model, optimizer, shared, agree=ranks.agree, as_held=as_held)
+
+
+def save_weights_alone(backend: TrainingBackend, target: Path, step: int, *, doing: str, facts: str | None = None) -> None:
+    """Save the weights of step `step`, without the optimizer, as the folder `target`, with a
+    manifest, and with the step in the file `facts`, if there is to be one. All ranks call it."""
+
+    def write(folder: Path | None) -> None:
+        backend.save(folder, optimizer=False).wait()
+
+    shared = with_defaults(backend).is_sharded
+    with ranks.agree(doing), replace_folder_on_ranks(target, write, shared=shared) as written:
+        if written is not None:
+            folder, described = written
+            if facts is not None:
+                write_json(folder / facts, {"step": step})
+            write_manifest(folder, {"step": step}, described=described)
 
 
 Written = tuple[Path, dict[str, dict[str, Any]]]

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.errors import CheckpointError, MissingExtraError
+from ludic.errors import CheckpointError, import_optional
 from ludic.event_loop import run_in_daemon_thread
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import parse_step
@@ -56,11 +56,7 @@ class PushToHub(Callback):
         huggingface_hub."""
         self.repo_id, self.private, self.end_patience_s = repo_id, private, end_patience_s
         if api is None:
-            try:
-                from huggingface_hub import HfApi
-            except ImportError as error:
-                raise MissingExtraError.for_extra("huggingface_hub", "datasets") from error
-            api = HfApi(token=token)
+            api = import_optional("huggingface_hub", "datasets").HfApi(token=token)
         self._api = api
         self._thread: threading.Thread | None = None
         self._pushing: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -12,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import MissingExtraError
+from ludic.errors import import_optional
+from ludic.files.json_values import flatten_settings
 from ludic.training.loggers.base import ClosingLogger, plain_values
 
 logger = logging.getLogger(__name__)
@@ -30,14 +30,6 @@ MOST_PARAMS = 100
 """Parameters in one call, at most."""
 LONGEST_PARAM = 6000
 """Characters of a parameter's value, at most."""
-
-
-def import_tracker(package: str) -> Any:
-    """The module of an experiment tracker. Raises MissingExtraError if it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingExtraError.for_extra(package, package) from error
 
 
 def merge_arguments(init_kwargs: Mapping[str, Any] | None, config: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
@@ -73,7 +65,7 @@ class MlflowLogger(ClosingLogger):
         this run. `config` becomes the parameters of a new run, nested keys joined with dots."""
         for variable, value in ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
-        self._mlflow = import_tracker("mlflow")
+        self._mlflow = import_optional("mlflow", "mlflow")
         self.tracking_uri, self.run_id = tracking_uri, run_id
         self.experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_PROJECT
         self._name, self._config, self._tags = name, dict(config or {}), dict(tags or {})
@@ -90,7 +82,8 @@ class MlflowLogger(ClosingLogger):
             found = client.get_experiment_by_name(self.experiment)
             experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
             run_id = client.create_run(experiment, run_name=self._name, tags=self._tags).info.run_id
-            params = [self._mlflow.entities.Param(key, value) for key, value in flatten(self._config).items()]
+            texts = {NOT_IN_NAMES.sub("_", path): str(value)[:LONGEST_PARAM] for path, value in flatten_settings(self._config)}
+            params = [self._mlflow.entities.Param(key, text) for key, text in texts.items()]
             for at in range(0, len(params), MOST_PARAMS):
                 client.log_batch(run_id, params=params[at : at + MOST_PARAMS])
             self.run_id = str(run_id)
@@ -116,17 +109,6 @@ class MlflowLogger(ClosingLogger):
             self._client = None
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as text by path: `{"trainer": {"lr": 0.1}}` is `{"trainer.lr": "0.1"}`."""
-    flat: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[NOT_IN_NAMES.sub("_", f"{prefix}{key}")] = str(value)[:LONGEST_PARAM]
-    return flat
-
-
 class TensorboardLogger(ClosingLogger):
     """Writes each statistic as a scalar to `log_dir`, for `tensorboard --logdir`. The first `log`
     creates the file; values are flushed within `flush_secs` seconds and at `close`.
@@ -137,7 +119,7 @@ class TensorboardLogger(ClosingLogger):
 
     def __init__(self, log_dir: str | Path, *, flush_secs: int = 10) -> None:
         """Raises MissingExtraError without the package tensorboard."""
-        import_tracker("tensorboard")
+        import_optional("tensorboard", "tensorboard")
         self.log_dir, self.flush_secs = Path(log_dir), flush_secs
         self._writer: Any = None
 
@@ -182,7 +164,7 @@ class TrackioLogger(ClosingLogger):
     ) -> None:
         """Raises MissingExtraError without the package trackio. `resume`: whether to continue a run
         with this name: never (the default), allow or must."""
-        self._trackio = import_tracker("trackio")
+        self._trackio = import_optional("trackio", "trackio")
         own = {"space_id": space_id, "server_url": server_url, "resume": resume}
         explicit = merge_arguments(init_kwargs, project=project, name=name, group=group, config=config, **own)
         self.init_kwargs = {"project": os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT, **explicit}
@@ -227,7 +209,7 @@ class WandbLogger(ClosingLogger):
         dir: str | None = None,
         mode: str | None = None,
     ) -> None:
-        self._wandb = import_tracker("wandb")
+        self._wandb = import_optional("wandb", "wandb")
         own = {"tags": None if tags is None else list(tags), "notes": notes, "dir": dir, "mode": mode}
         self.init_kwargs = merge_arguments(init_kwargs, project=project, name=name, group=group, config=config, **own)
         if "project" not in self.init_kwargs and not os.environ.get("WANDB_PROJECT"):

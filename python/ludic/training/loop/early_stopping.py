@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 
 from ludic.errors import ConfigError
-from ludic.files.atomic import read_json, restore_replaced, write_json
+from ludic.files.atomic import read_json, restore_replaced
 from ludic.files.checkpoints import BEST, WEIGHT_FILES
-from ludic.files.manifest import MANIFEST, find_faults, write_manifest
+from ludic.files.manifest import MANIFEST, find_faults
 from ludic.training import ranks
-from ludic.training.backend.protocol import TrainingBackend, with_defaults
-from ludic.training.backend.saving import replace_folder_on_ranks
+from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.saving import save_weights_alone
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import bare_name
 
@@ -149,19 +149,8 @@ class BestWeights:
         if self.folder is None:
             self._in_memory = step, self._backend.snapshot_weights().wait()
             return
-
-        def write(folder: Path | None) -> None:
-            self._backend.save(folder, optimizer=False).wait()
-
-        shared = with_defaults(self._backend).is_sharded
-        with (
-            ranks.agree(f"saving the best weights, of step {step}"),
-            replace_folder_on_ranks(self.folder, write, shared=shared) as written,
-        ):
-            if written is not None:
-                folder, described = written
-                write_json(folder / "best.json", {"step": step})
-                write_manifest(folder, {"step": step}, described=described)
+        doing = f"saving the best weights, of step {step}"
+        save_weights_alone(self._backend, self.folder, step, doing=doing, facts="best.json")
 
     def restore(self, step: int) -> bool:
         """Set the model to the weights of `step`. Returns False, and changes nothing, if another

@@ -101,14 +101,9 @@ def add_info_seed(algorithm: RLAlgorithm, info_seed: InfoSeed | None) -> RLAlgor
         algorithm,
         loss=CompositeLoss([*terms, LossTerm("seed", seed)]),
         preprocess=compose_preprocess(without_tags, *checks),
-        sample_columns={**algorithm.sample_columns, SEED_ID: read_seed},
+        sample_columns={**algorithm.sample_columns, SEED_ID: lambda item: float(seed_of(item.meta))},
         rescores=is_seeded,
     )
-
-
-def read_seed(item: SAWItem) -> float:
-    """The seed of a sample; 0 if it has none."""
-    return float(seed_of(item.meta))
 
 
 def is_seeded(item: SAWItem) -> bool:

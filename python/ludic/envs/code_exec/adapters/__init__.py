@@ -1,11 +1,9 @@
 """Data sets of problems, and verifiers of outputs."""
 
 from ludic.envs.code_exec.adapters.base import (
-    APPS_SYSTEM_PROMPT,
-    APPSTestAdapter,
-    ExactMatchVerifier,
-    OutputVerifier,
-    TestAdapter,
+    APPS_SYSTEM_PROMPT as APPS_SYSTEM_PROMPT,
+    APPSTestAdapter as APPSTestAdapter,
+    ExactMatchVerifier as ExactMatchVerifier,
+    OutputVerifier as OutputVerifier,
+    TestAdapter as TestAdapter,
 )
-
-__all__ = ["APPS_SYSTEM_PROMPT", "APPSTestAdapter", "ExactMatchVerifier", "OutputVerifier", "TestAdapter"]

@@ -127,8 +127,6 @@ def export_samples_to_huggingface_format(samples: Sequence[Sample], output_path:
     write_jsonl(output_path, rows)
 
 
-logger = logging.getLogger(__name__)
-
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
 """Where prompts are; the first that a row has is taken."""
 ANSWER_COLUMNS = ("answer", "completion", "output", "response", "target")

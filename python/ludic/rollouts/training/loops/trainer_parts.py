@@ -13,6 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from ludic.errors import ConfigError, PublishError, RequestsExhausted, RolloutAb
 from ludic.event_loop import await_if_needed
 from ludic.files.atomic import delete_folder, read_json, write_json
 from ludic.files.checkpoints import STATE
-from ludic.files.manifest import write_manifest
 from ludic.inference.client import PolicyPublisher, Publisher, Version
 from ludic.rollouts.training.backends.protocol import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import WITHOUT_LIMIT, PyTorchTrainingBackend
@@ -31,8 +31,7 @@ from ludic.rollouts.training.metrics import ResumableLogger
 from ludic.rollouts.training.types import RLTrainingConfig, SFTTrainingConfig
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.protocol import with_defaults
-from ludic.training.backend.saving import replace_folder_on_ranks
+from ludic.training.backend.saving import save_weights_alone
 from ludic.training.batching.shared_batches import SharedBatches
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
@@ -312,25 +311,12 @@ class EnginePublisher(Publisher):
         if isinstance(self._backend, ForeignBackend):
             return await self._backend.save_checkpoint(step, {})
         target = self._backend.checkpoint_dir / PUBLISHED / f"step_{step:06d}"
+        save = partial(save_weights_alone, self._backend, target, step, doing=f"writing the weights of step {step}")
         if ranks.is_distributed():  # its collectives stay in the thread of all others
-            self._write_folder(target, step)
+            save()
         else:
-            await asyncio.to_thread(self._write_folder, target, step)
+            await asyncio.to_thread(save)
         return target
-
-    def _write_folder(self, target: Path, step: int) -> None:
-        backend = self._backend
-
-        def write(folder: Path | None) -> None:
-            backend.save(folder, optimizer=False).wait()
-
-        with (
-            ranks.agree(f"writing the weights of step {step}"),
-            replace_folder_on_ranks(target, write, shared=with_defaults(backend).is_sharded) as written,
-        ):
-            if written is not None:
-                folder, described = written
-                write_manifest(folder, {"step": step}, described=described)
 
 
 def _gets_tensors(engine: Any) -> bool:

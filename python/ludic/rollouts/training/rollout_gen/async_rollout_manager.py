@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ludic.errors import ConfigError, ConfigTypeError, DataError, RolloutAborted, RolloutError
+from ludic.errors import ConfigError, ConfigTypeError, DataError, RolloutAborted as RolloutAborted, RolloutError
 from ludic.event_loop import await_if_needed, run_in_daemon_thread
 from ludic.rollouts.training.rollout_gen.rollout_generation import (
     BufferedPrompts,
@@ -41,8 +41,6 @@ from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.group_ledger import Group, PoolCounts, check_number, damaged
 from ludic.training.rollouts.group_pool import GroupPool, Ticket
 from ludic.training.rollouts.member_calls import MemberInterrupted, seed_of_member
-
-__all__ = ["AsyncRolloutManager", "RolloutAborted", "generate_rollout_batch"]
 
 logger = logging.getLogger(__name__)
 
