@@ -41,7 +41,7 @@ class AgentFork(AgentCommand):
                     "use one below /usr, do not run as root, or set agent.sandbox=none"
                 )
             object.__setattr__(self, "mounts", [*self.mounts, *python])
-        object.__setattr__(self, "_server", ForkServer([sys.executable, "-m", __name__, *self.argv]))
+        object.__setattr__(self, "_server", ForkServer([sys.executable, "-P", "-m", __name__, *self.argv]))
 
     def _check_program(self) -> None:
         """The server does."""
@@ -74,6 +74,8 @@ class AgentFork(AgentCommand):
 def main(name: str) -> NoReturn:
     """Import an agent, and fork a process for each of its episodes."""
     function = import_named(name, "agent.function")
+    if not callable(function):
+        raise ConfigError(f"agent.function ({name}) is {type(function).__name__}; it must be a function of a session")
 
     def call(told: Mapping[str, Any]) -> Any:
         returned = function(Session(**json.loads(told["session"])))

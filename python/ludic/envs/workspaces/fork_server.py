@@ -64,8 +64,7 @@ class ForkServer:
     def _start(self) -> None:
         self._link, other = socket.socketpair()
         variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
-        variables["PYTHONPATH"] = os.pathsep.join(own)
+        variables["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
         with other, tempfile.TemporaryFile() as errors:
             streams: dict[str, Any] = {"stdin": other, "stdout": errors, "stderr": errors}
             self._process = subprocess.Popen(self._argv, env=variables, start_new_session=True, **streams)
@@ -96,7 +95,7 @@ class ForkServer:
             socket.send_fds(self._link, [b"f"], [file.fileno(), link.fileno(), errors, *([] if first is None else [first])])
 
     def stop(self) -> None:
-        """End the process; what it has forked goes on."""
+        """End the process, and what it has forked outside of sandboxes."""
         if self._link is not None:
             self._link.close()
         if self._process is not None:
@@ -108,6 +107,7 @@ class ForkServer:
 def serve_forks(work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
     """Fork a process that writes the result of `work` for each request, until the input ends."""
     link = socket.socket(fileno=os.dup(0))
+    link.settimeout(None)  # the imported module may have set another default
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
@@ -122,16 +122,19 @@ def serve_forks(work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
         asked, given, *_ = socket.recv_fds(link, 1, _FDS)
         if not asked:
             os._exit(0)
-        if os.fork() == 0:
-            link.close()
-            _become(given, work, filtered, libc)
+        try:
+            if os.fork() == 0:
+                link.close()
+                _become(given, work, filtered, libc)
+        except OSError as error:  # processes or memory are used up; others go on
+            os.write(given[2], str(error).encode())
         for number in given:
             os.close(number)
 
 
 def _become(given: Sequence[int], work: Callable[[Mapping[str, Any]], Any], filtered: bytes, libc: Any) -> NoReturn:
-    request, link_fd, errors, *first = given
     try:
+        request, link_fd, errors, *first = given
         for number in (1, 2):
             os.dup2(errors, number)
         os.close(errors)
@@ -139,12 +142,18 @@ def _become(given: Sequence[int], work: Callable[[Mapping[str, Any]], Any], filt
         with open(request, "rb"):
             told = json.loads(os.pread(request, os.fstat(request).st_size, 0))
         link = socket.socket(fileno=link_fd)
+        link.settimeout(None)
+        link.set_inheritable(False)  # a program of the agent answers nothing
         if first:
+            for number in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, link_fd, *first}:
+                os.dup2(0, number, inheritable=False)  # the module may have opened folders of this machine
             _enter(first[0], libc)
             os.close(first[0])
-            if os.fork() == 0:  # the process above is not in the namespace of processes
+            if (child := os.fork()) == 0:  # the process above is not in the namespace of processes
                 _give_up_rights(filtered, told["limits"], libc)
                 _work(told, link, work)
+            os.waitpid(child, 0)
+            link.shutdown(socket.SHUT_RDWR)  # what the agent has forked has it too
         else:
             end_like(guard(link, os.getppid(), lambda ours: os.fork() or _work(told, ours, work)))
     except BaseException:
@@ -189,9 +198,9 @@ def _work(told: Mapping[str, Any], link: socket.socket, work: Callable[[Mapping[
         os.chdir(told["folder"])
         sys.stdout = open(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        answer = json.dumps(work(told)).encode()
-        sys.stdout.flush()
-        link.sendall(answer + b"\n")
+        own, answer = os.getpid(), json.dumps(work(told)).encode()
+        if os.getpid() == own:  # else the agent has forked, and returns twice
+            link.sendall(answer + b"\n")
         os._exit(0)
     except BaseException:
         traceback.print_exc()

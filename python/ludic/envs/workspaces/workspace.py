@@ -43,6 +43,8 @@ RELAY = (f"{RUN}/relay", f"{RUN}/gateway.sock", str(PORT))
 SANDBOX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIMITS = f"nproc=512 fsize={1 << 30}"
 """Of a sandbox of bubblewrap: processes and threads, bytes of a file."""
+LONGEST_ANSWER = 2**26
+"""Bytes, as JSON, of a forked process."""
 LONGEST_SOCKET = 100
 """Characters of its path, a limit of the kernel."""
 
@@ -166,8 +168,8 @@ class FolderWorkspace(Workspace):
         with link, other, tempfile.TemporaryFile() as errors:
             link.setblocking(False)
             try:
-                server.fork({**told, "variables": dict(variables), "folder": self.folder}, other, errors.fileno(), first)
-                other.close()
+                with other:
+                    server.fork({**told, "variables": dict(variables), "folder": self.folder}, other, errors.fileno(), first)
                 line = await _receive_line(link)
             finally:
                 link.shutdown(socket.SHUT_WR)
@@ -210,12 +212,12 @@ class BubblewrapWorkspace(FolderWorkspace):
     async def _waiting_sandbox(self) -> AsyncIterator[int]:
         """A sandbox without a command; gives a file descriptor of its first process."""
         read_info, info = os.pipe()
-        with open(read_info) as written, self._sandbox([], "--info-fd", str(info)) as (command, options):
+        with open(read_info) as written, open(info, "w") as own, self._sandbox([], "--info-fd", str(info)) as (command, options):
             options["pass_fds"] += (info,)
             spawning = asyncio.ensure_future(start_program(command, told=tell({}, LIMITS), **options))
             try:
                 await asyncio.wait([spawning])
-                os.close(info)
+                own.close()
                 process = spawning.result()
                 assert process.stdout is not None
                 assert process.stderr is not None
@@ -225,7 +227,8 @@ class BubblewrapWorkspace(FolderWorkspace):
                 first = os.pidfd_open(json.load(written)["child-pid"])
                 try:
                     yield first
-                finally:
+                finally:  # the command of bubblewrap outlives all processes if the first of them is killed
+                    await run_to_completion(_end(spawning, lambda: signal.pidfd_send_signal(first, signal.SIGKILL)))
                     os.close(first)
             finally:
                 await run_to_completion(_end(spawning, None))
@@ -300,18 +303,20 @@ async def _end(spawning: asyncio.Future[asyncio.subprocess.Process], kill: Calla
 
 
 async def _receive_line(link: socket.socket) -> bytes:
-    line = b""
+    line = bytearray()
     with suppress(ConnectionError):
         while not line.endswith(b"\n") and (part := await asyncio.get_running_loop().sock_recv(link, 2**16)):
             line += part
-    return line
+            if len(line) > LONGEST_ANSWER:
+                raise RolloutError(f"the agent's answer has more than {LONGEST_ANSWER} bytes; return less, or write files")
+    return bytes(line)
 
 
 async def _wait_for_end(link: socket.socket) -> None:
     """Wait for the guard, which closes the link when all processes have ended."""
-    with suppress(TimeoutError):
+    with suppress(TimeoutError, ConnectionError):
         async with asyncio.timeout(STOP_S):
-            while await _receive_line(link):
+            while await asyncio.get_running_loop().sock_recv(link, 2**16):
                 pass
 
 
