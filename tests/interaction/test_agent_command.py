@@ -269,6 +269,20 @@ print(json.dumps(found))
     assert {name for name, value in found.items() if value} == {"own"}
 
 
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=pytest.mark.integration)], indirect=True)
+async def test_processes_have_ended_when_the_work_of_a_late_command_is_verified(sandbox, monkeypatch):
+    mark, left = f"late{os.getpid()}{sandbox}", []
+
+    async def look(agent, session):
+        left.append(subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout.count(mark))
+
+    monkeypatch.setattr(AgentCommand, "run_verify", look)
+    sleepers = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{mark}'], start_new_session=True)"
+    program = f"import subprocess, time; ask('x'); [{sleepers} for _ in range(60)]; time.sleep(600)"
+    await play(command(program, sandbox=sandbox, verify=["true"]), timeout_s=8)
+    assert left == [0]
+
+
 @pytest.mark.integration
 async def test_a_fork_bomb_and_a_full_disk_end_with_the_episode():
     needs_bubblewrap()

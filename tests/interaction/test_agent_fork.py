@@ -15,6 +15,9 @@ import pytest
 from agent_episodes import FETCHED, ROW, needs_bubblewrap, play
 
 from ludic.envs.code_exec.bubblewrap import as_nobody, can_be_read_by_others
+from ludic.envs.workspaces import workspace as workspace_module
+from ludic.envs.workspaces.fork_server import ForkServer
+from ludic.envs.workspaces.workspace import BubblewrapWorkspace, FolderWorkspace
 from ludic.errors import ConfigError, RolloutError
 from ludic.interaction.agent_fork import AgentFork
 from ludic.recipes.agent_section import AgentSection, build_agent
@@ -71,6 +74,8 @@ ENDS = {
     "raises": "ValueError: gave up",
     "exits": "ended without an answer",
     "no JSON": "set is not JSON serializable",
+    "is killed": "ended without an answer",
+    "floods": "more than 67108864 bytes",
 }
 
 
@@ -79,6 +84,20 @@ async def test_an_agent_that_ends_without_an_answer_has_failed(how, error, sandb
     [rollout] = await play(forked("ends", sandbox), row={**ROW, "kind": how})
     assert (rollout.meta["agent"]["status"], rollout.total_reward) == ("failed", 0.0)
     assert error in rollout.meta["agent"]["error"]
+
+
+ANSWERS = {
+    "closes its output": "yes",
+    "returns twice": "yes" * 100_000,
+    "long": "\ud800\n" * 1_000_000,
+    "runs a program": "yes",
+}
+
+
+@pytest.mark.parametrize("how", ANSWERS)
+async def test_the_answer_is_whole_and_of_the_function_alone(how, sandbox):
+    [rollout] = await play(forked("ends", sandbox), row={**ROW, "kind": how})
+    assert rollout.meta["agent"]["output"] == ANSWERS[how]
 
 
 async def test_an_agent_must_return_text():
@@ -104,6 +123,21 @@ def shown_arguments():
     return subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout.split()
 
 
+async def test_processes_have_ended_before_the_answer_is_read(sandbox, tmp_path, monkeypatch):
+    mark = f"many_{os.getpid()}"
+    (tmp_path / f"{mark}.py").write_text("from forked_agents import ends")
+    monkeypatch.syspath_prepend(tmp_path)
+    left = []
+
+    def look(session):
+        left.append(shown_arguments().count(f"{mark}:ends"))
+
+    agent = AgentFork([f"{mark}:ends"], sandbox=sandbox, verify=["true"])
+    monkeypatch.setattr(AgentFork, "run_verify", lambda _, session: asyncio.to_thread(look, session))
+    await play(agent, row={**ROW, "kind": "leaves many"})
+    assert left == [1]  # the server
+
+
 @pytest.mark.parametrize("sandbox", [BUBBLEWRAP], indirect=True)
 async def test_a_forked_process_has_the_rights_of_a_program_in_the_sandbox(sandbox, monkeypatch):
     monkeypatch.setenv("LUDIC_TEST_SECRET", "hidden")
@@ -119,9 +153,66 @@ async def test_a_forked_process_has_the_rights_of_a_program_in_the_sandbox(sandb
     assert set(status.pop("Uid").split()) == {"1000"}
     assert set(status.pop("Groups").split()) <= {"65534"}
     assert status == {"CapEff": none, "CapPrm": none, "CapBnd": none, "NoNewPrivs": "1", "Seccomp": "2"}
-    assert sorted(found.pop("fds")) == ["/dev/", *["/tmp/"] * 2, "socke"]  # input, output, errors, the answer
+    fds = [each for each in found.pop("fds") if each != "/dev/"]
+    assert sorted(fds) == ["/tmp/", "/tmp/", "socke"]  # output, errors, the answer
     assert found.pop("processes") == 2
+    assert found.pop("executable").startswith("/memfd:python")
     assert {name for name, value in found.items() if value} == {"own"}
+
+
+@pytest.mark.parametrize("sandbox", [BUBBLEWRAP], indirect=True)
+async def test_a_cancelled_start_of_a_sandbox_leaves_no_file(sandbox):
+    server = ForkServer(["false"])
+    workspace = BubblewrapWorkspace()
+    await workspace.start(None, {})
+    before = os.listdir("/proc/self/fd")
+    task = asyncio.ensure_future(workspace.fork(server, {}, {}))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    await workspace.stop()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+async def test_a_server_that_has_ended_is_no_wait(places, monkeypatch):
+    monkeypatch.setattr(workspace_module, "STOP_S", 600.0)
+    server = forked("where", "none")._server
+    server.start()
+    server._process.kill()
+    server._process.wait()
+    workspace = FolderWorkspace()
+    async with asyncio.timeout(300):
+        with pytest.raises(BrokenPipeError):
+            await workspace.fork(server, {}, {})
+    await workspace.stop()
+    server.stop()
+
+
+@pytest.mark.parametrize("code", ["import socket\nsocket.setdefaulttimeout(0.01)", "import os\nos.fork = fail"])
+async def test_a_server_outlives_a_default_deadline_and_a_fork_that_fails(code, tmp_path, monkeypatch):
+    """Its module is found although it is below the interpreter's prefix, and no file of the current
+    directory hides a library's module."""
+    mark = f"outlived_{os.getpid()}_{len(code)}"
+    fail = "import os\ndef fail(real=os.fork):\n    os.fork = real\n    raise BlockingIOError(11, 'none left')\n"
+    (tmp_path / f"{mark}.py").write_text(f"{fail}{code}\nfrom forked_agents import last_message")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "random.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    agent = AgentFork([f"{mark}:last_message"], sandbox="none")
+    agent._server.start()
+    process = agent._server._process
+    if "fork" in code:
+        workspace = FolderWorkspace()
+        ended = await workspace.fork(agent._server, {}, {})
+        await workspace.stop()
+        assert (ended.code, ended.stderr) == (1, "[Errno 11] none left")
+    await asyncio.sleep(0.1)
+    monkeypatch.setattr(agent._server, "stop", lambda: None)
+    [rollout] = await play(agent)
+    assert (rollout.total_reward, agent._server._process, process.poll()) == (1.0, process, None)
+    ForkServer.stop(agent._server)
 
 
 async def test_a_server_that_was_killed_is_started_again():
@@ -154,7 +245,7 @@ time.sleep(600)
         await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("name", ["no_such_module:solve", "forked_agents:no_such_function"])
+@pytest.mark.parametrize("name", ["no_such_module:solve", "forked_agents:no_such_function", "forked_agents:IMPORTED_BY"])
 async def test_a_function_that_cannot_be_imported_is_named(name):
     with pytest.raises((ConfigError, RolloutError), match=f"agent.function \\({name}\\)"):
         await play(AgentFork([name], sandbox="none"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import urllib.request
 from contextlib import suppress
 
 IMPORTED_BY = os.getpid()
+OPENED = os.open("/", os.O_RDONLY)
 
 
 def ask(session, text="x"):
@@ -52,12 +54,37 @@ def ends(session):
         return 3
     if how == "no JSON":
         return {1, 2}
+    if how == "closes its output":
+        sys.stdout.close()
+    if how == "returns twice":
+        os.fork()
+        return "yes" * 100_000
+    if how == "long":
+        return "\ud800\n" * 1_000_000
+    if how == "floods":
+        while True:
+            os.write(link(), b"x" * 2**20)
+    if how == "is killed":
+        if os.fork() == 0:
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "runs a program":
+        os.system(f"echo '\"no\"' >&{link()}")
+    if how == "leaves many":
+        for _ in range(100):
+            if os.fork() == 0:
+                time.sleep(600)
     if how == "leaves a process":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", session.row["mark"]], start_new_session=True)
     if how in ("leaves a fork", "hangs"):
         while os.fork() == 0 or how == "hangs":
             time.sleep(600)
     return "yes"
+
+
+def link():
+    """The number of the descriptor at which the answer is written."""
+    return next(n for n in range(3, 99) if os.path.islink(f"/proc/self/fd/{n}") and "socket" in os.readlink(f"/proc/self/fd/{n}"))
 
 
 def rights(session):
@@ -83,5 +110,10 @@ def rights(session):
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one of the list
             found["fds"].append(os.readlink(f"/proc/self/fd/{number}")[:5])
+    found["executable"] = os.readlink("/proc/self/exe")
+    try:
+        found["writes itself"] = os.write(os.open("/proc/self/exe", os.O_WRONLY), b"x")
+    except OSError:
+        found["writes itself"] = False
     found["status"] = {name: status[name] for name in ("Uid", "Groups", "CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp")}
     return json.dumps(found)

@@ -33,7 +33,8 @@ class AgentFork(AgentCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chosen_sandbox == "bubblewrap":
+        enters = self.chosen_sandbox == "bubblewrap"
+        if enters:
             python = [sys.base_prefix, sys.prefix]
             if as_nobody() and (unreadable := [path for path in python if not can_be_read_by_others(Path(path))]):
                 raise ConfigError(
@@ -41,7 +42,7 @@ class AgentFork(AgentCommand):
                     "use one below /usr, do not run as root, or set agent.sandbox=none"
                 )
             object.__setattr__(self, "mounts", [*self.mounts, *python])
-        object.__setattr__(self, "_server", ForkServer([sys.executable, "-m", __name__, *self.argv]))
+        object.__setattr__(self, "_server", ForkServer([sys.executable, "-P", "-m", __name__, *self.argv], is_copied=enters))
 
     def _check_program(self) -> None:
         """The server does."""
@@ -58,9 +59,7 @@ class AgentFork(AgentCommand):
         try:
             told = {"session": json.dumps({**given, "base_url": values["base_url"]})}
         except TypeError as error:
-            raise ConfigError(
-                f"agent.isolate=fork sends the row as JSON: {error}; leave that column out, or use thread"
-            ) from None
+            raise ConfigError(f"agent.isolate=fork sends the row as JSON: {error}; leave that column out") from None
         ended = await session.workspace.fork(self._server, told, self._variables(session, values))
         if ended.code:
             raise AgentExitError(f"{self.argv[0]} ended without an answer: {ended.stderr[-SHOWN:].strip()}", "")
@@ -74,6 +73,8 @@ class AgentFork(AgentCommand):
 def main(name: str) -> NoReturn:
     """Import an agent, and fork a process for each of its episodes."""
     function = import_named(name, "agent.function")
+    if not callable(function):
+        raise ConfigError(f"agent.function ({name}) is {type(function).__name__}; it must be a function of a session")
 
     def call(told: Mapping[str, Any]) -> Any:
         returned = function(Session(**json.loads(told["session"])))

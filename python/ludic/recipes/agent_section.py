@@ -52,8 +52,7 @@ class AgentSection:
     `docker`, `podman`: the same in a container of `agent.image`. `none`: it runs as you. `auto`:
     bubblewrap, or with an image docker, else podman; an error if that is not there."""
     image: Optional[str] = setting(None, needs=_COMMAND)  # noqa: UP045
-    """The image of a container for each episode, such as `python:3.12` or "{row.image}". It needs a
-    python3."""
+    """The image of a container for each episode, such as `python:3.12` or "{row.image}"."""
     container_args: list[str] = field(default_factory=list, metadata={"needs": "agent.image"})
     """Further arguments of `docker create` or `podman create`, such as [--memory, 16g]."""
     files: Optional[str] = setting(None, needs=_PROCESS)  # noqa: UP045

@@ -9,10 +9,12 @@ calls and no capability. Modules that were imported before are in its memory.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -21,7 +23,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 from ludic.envs.code_exec.in_sandbox.watch import PR_SET_DUMPABLE, control, install_filter
 from ludic.envs.code_exec.seccomp import seccomp_filter
@@ -29,7 +33,6 @@ from ludic.errors import ConfigError
 from ludic.launch.guard import end_like, guard
 
 IMPORT_S = 300.0
-"""Deadline of the import."""
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
 """Every process can read the variables that it was started with, and so can the programs of a
 model: others, such as keys, are not among them."""
@@ -40,15 +43,15 @@ _NAMESPACES = 0x7E020000
 _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 24, 64
 _CAPABILITIES = 0x20080522
 """_LINUX_CAPABILITY_VERSION_3 of capset(2)."""
-_FDS = 4
 
 
 class ForkServer:
-    """The process. `argv` is a command whose first input is a socket for `serve_forks`. Started by
-    the first `start`, it ends with `stop` or with this process."""
+    """The process. `argv` is a command of Python whose input is a socket for `serve_forks`. Started
+    by the first `start`, it ends with `stop` or with this process. If what it forks enters
+    sandboxes, `is_copied`: its executable, which these can open as /proc/self/exe, is a copy."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._argv = argv
+    def __init__(self, argv: Sequence[str], *, is_copied: bool = False) -> None:
+        self._argv, self._is_copied = argv, is_copied
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -64,19 +67,15 @@ class ForkServer:
     def _start(self) -> None:
         self._link, other = socket.socketpair()
         variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
-        variables["PYTHONPATH"] = os.pathsep.join(own)
-        with other, tempfile.TemporaryFile() as errors:
-            streams: dict[str, Any] = {"stdin": other, "stdout": errors, "stderr": errors}
-            self._process = subprocess.Popen(self._argv, env=variables, start_new_session=True, **streams)
+        variables["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+        copied: AbstractContextManager[BinaryIO | None] = _copy_sealed(self._argv[0]) if self._is_copied else nullcontext()
+        with other, tempfile.TemporaryFile() as errors, copied as copy:
+            options: dict[str, Any] = {"stdin": other, "stdout": errors, "stderr": errors, "env": variables}
+            if copy is not None:
+                options |= {"executable": f"/proc/self/fd/{copy.fileno()}", "pass_fds": (copy.fileno(),)}
+            self._process = subprocess.Popen(self._argv, start_new_session=True, **options)
             other.close()
-            self._link.settimeout(IMPORT_S)
-            try:
-                ready = self._link.recv(1)
-            except TimeoutError:
-                ready = b""
-            self._link.settimeout(None)
-            if not ready:
+            if not (select.select([self._link], [], [], IMPORT_S)[0] and self._link.recv(1)):
                 self.stop()
                 errors.seek(0)
                 written = errors.read().decode("utf-8", errors="replace").strip()
@@ -92,11 +91,11 @@ class ForkServer:
         assert self._link is not None
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(told).encode())
-            file.flush()
+            file.seek(0)
             socket.send_fds(self._link, [b"f"], [file.fileno(), link.fileno(), errors, *([] if first is None else [first])])
 
     def stop(self) -> None:
-        """End the process; what it has forked goes on."""
+        """End the process, and what it has forked outside of sandboxes."""
         if self._link is not None:
             self._link.close()
         if self._process is not None:
@@ -105,9 +104,19 @@ class ForkServer:
         self._link = self._process = None
 
 
+def _copy_sealed(program: str) -> BinaryIO:
+    """A copy in memory, to which nobody can write."""
+    copy = open(os.memfd_create("python", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb")  # noqa: SIM115
+    copy.write(Path(program).read_bytes())
+    copy.flush()
+    fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return copy
+
+
 def serve_forks(work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
     """Fork a process that writes the result of `work` for each request, until the input ends."""
     link = socket.socket(fileno=os.dup(0))
+    link.settimeout(None)  # the imported module may have set another default
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
@@ -119,32 +128,41 @@ def serve_forks(work: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     link.sendall(b"r")
     while True:
-        asked, given, *_ = socket.recv_fds(link, 1, _FDS)
+        asked, given, *_ = socket.recv_fds(link, 1, 4)
         if not asked:
             os._exit(0)
-        if os.fork() == 0:
-            link.close()
-            _become(given, work, filtered, libc)
+        try:
+            if os.fork() == 0:
+                link.close()
+                _become(given, work, filtered, libc)
+        except OSError as error:  # processes or memory are used up; others go on
+            os.write(given[2], str(error).encode())
         for number in given:
             os.close(number)
 
 
 def _become(given: Sequence[int], work: Callable[[Mapping[str, Any]], Any], filtered: bytes, libc: Any) -> NoReturn:
-    request, link_fd, errors, *first = given
     try:
+        request, link_fd, errors, *first = given
         for number in (1, 2):
             os.dup2(errors, number)
         os.close(errors)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with open(request, "rb"):
-            told = json.loads(os.pread(request, os.fstat(request).st_size, 0))
+        with open(request, "rb") as file:
+            told = json.load(file)
         link = socket.socket(fileno=link_fd)
+        link.settimeout(None)
+        link.set_inheritable(False)  # a program of the agent answers nothing
         if first:
+            for number in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, link_fd, *first}:
+                os.dup2(0, number, inheritable=False)  # the module may have opened folders of this machine
             _enter(first[0], libc)
             os.close(first[0])
-            if os.fork() == 0:  # the process above is not in the namespace of processes
+            if (child := os.fork()) == 0:  # the process above is not in the namespace of processes
                 _give_up_rights(filtered, told["limits"], libc)
                 _work(told, link, work)
+            os.waitpid(child, 0)
+            link.shutdown(socket.SHUT_RDWR)  # what the agent has forked has it too
         else:
             end_like(guard(link, os.getppid(), lambda ours: os.fork() or _work(told, ours, work)))
     except BaseException:
@@ -189,9 +207,9 @@ def _work(told: Mapping[str, Any], link: socket.socket, work: Callable[[Mapping[
         os.chdir(told["folder"])
         sys.stdout = open(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        answer = json.dumps(work(told)).encode()
-        sys.stdout.flush()
-        link.sendall(answer + b"\n")
+        own, answer = os.getpid(), json.dumps(work(told)).encode()
+        if os.getpid() == own:  # else the agent has forked, and returns twice
+            link.sendall(answer + b"\n")
         os._exit(0)
     except BaseException:
         traceback.print_exc()

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ RELAY = (f"{RUN}/relay", f"{RUN}/gateway.sock", str(PORT))
 SANDBOX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIMITS = f"nproc=512 fsize={1 << 30}"
 """Of a sandbox of bubblewrap: processes and threads, bytes of a file."""
+LONGEST_ANSWER = 2**26
+"""Bytes, as JSON, of a forked process."""
 LONGEST_SOCKET = 100
 """Characters of its path, a limit of the kernel."""
 
@@ -157,25 +159,29 @@ class FolderWorkspace(Workspace):
                     return ended._replace(stderr=f"{ended.stderr}{argv[0]} cannot be started: {report['error']}")
         return ended
 
-    async def fork(
-        self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str], first: int | None = None
-    ) -> Ended:
+    async def fork(self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str]) -> Ended:
         """Run a process that the server forks, as `exec` runs a command. `stdout` is the line of
         JSON that it answered, and `code` 1 if it ended without; `stderr` is all else."""
+        told = {**told, "variables": dict(variables), "folder": self.folder, "limits": LIMITS}
         link, other = socket.socketpair()
         with link, other, tempfile.TemporaryFile() as errors:
             link.setblocking(False)
-            try:
-                server.fork({**told, "variables": dict(variables), "folder": self.folder}, other, errors.fileno(), first)
-                other.close()
-                line = await _receive_line(link)
-            finally:
-                link.shutdown(socket.SHUT_WR)
-                if first is None:
-                    await run_to_completion(_wait_for_end(link))
+            async with self._waiting_sandbox() as first:
+                try:
+                    with other:
+                        server.fork(told, other, errors.fileno(), first)
+                    line = await _receive_line(link)
+                finally:
+                    link.shutdown(socket.SHUT_WR)
+                    if first is None:
+                        await run_to_completion(_wait_for_end(link))
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - KEPT_BYTES))
             stderr = errors.read().decode("utf-8", errors="replace")
         return Ended(0 if line.endswith(b"\n") else 1, line.decode(), stderr)
+
+    def _waiting_sandbox(self) -> AbstractAsyncContextManager[int | None]:
+        """A sandbox without a command; gives a file descriptor of its first process."""
+        return nullcontext()
 
 
 class BubblewrapWorkspace(FolderWorkspace):
@@ -200,22 +206,15 @@ class BubblewrapWorkspace(FolderWorkspace):
         with self._sandbox(argv) as (command, options):
             return await run_program(command, told=tell(variables, LIMITS), **options)
 
-    async def fork(
-        self, server: ForkServer, told: Mapping[str, Any], variables: Mapping[str, str], first: int | None = None
-    ) -> Ended:
-        async with self._waiting_sandbox() as first:
-            return await super().fork(server, {**told, "limits": LIMITS}, variables, first)
-
     @asynccontextmanager
     async def _waiting_sandbox(self) -> AsyncIterator[int]:
-        """A sandbox without a command; gives a file descriptor of its first process."""
         read_info, info = os.pipe()
-        with open(read_info) as written, self._sandbox([], "--info-fd", str(info)) as (command, options):
+        with open(read_info) as written, open(info, "w") as own, self._sandbox([], "--info-fd", str(info)) as (command, options):
             options["pass_fds"] += (info,)
             spawning = asyncio.ensure_future(start_program(command, told=tell({}, LIMITS), **options))
             try:
                 await asyncio.wait([spawning])
-                os.close(info)
+                own.close()
                 process = spawning.result()
                 assert process.stdout is not None
                 assert process.stderr is not None
@@ -225,7 +224,8 @@ class BubblewrapWorkspace(FolderWorkspace):
                 first = os.pidfd_open(json.load(written)["child-pid"])
                 try:
                     yield first
-                finally:
+                finally:  # the command of bubblewrap outlives all processes if the first of them is killed
+                    await run_to_completion(_end(spawning, lambda: signal.pidfd_send_signal(first, signal.SIGKILL)))
                     os.close(first)
             finally:
                 await run_to_completion(_end(spawning, None))
@@ -294,24 +294,28 @@ async def _end(spawning: asyncio.Future[asyncio.subprocess.Process], kill: Calla
     if process.returncode is None:
         with suppress(ProcessLookupError):
             kill() if kill else os.killpg(process.pid, signal.SIGKILL)
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(STOP_S):
                 await process.wait()
+        except TimeoutError:
+            process.kill()
 
 
 async def _receive_line(link: socket.socket) -> bytes:
-    line = b""
+    line = bytearray()
     with suppress(ConnectionError):
         while not line.endswith(b"\n") and (part := await asyncio.get_running_loop().sock_recv(link, 2**16)):
             line += part
-    return line
+            if len(line) > LONGEST_ANSWER:
+                raise RolloutError(f"the agent's answer has more than {LONGEST_ANSWER} bytes; return less, or write files")
+    return bytes(line)
 
 
 async def _wait_for_end(link: socket.socket) -> None:
     """Wait for the guard, which closes the link when all processes have ended."""
-    with suppress(TimeoutError):
+    with suppress(TimeoutError, ConnectionError):
         async with asyncio.timeout(STOP_S):
-            while await _receive_line(link):
+            while await asyncio.get_running_loop().sock_recv(link, 2**16):
                 pass
 
 

@@ -64,7 +64,9 @@ class TemplateBridge:
         """(template, has calls, role of the next message) -> the token that ends the answer."""
         self._habits: dict[str, _Habits] = {}
         self._formats: dict[str, ToolFormat] = {}
-        self.text_of = cache(self._decode_token)
+        self.text_of = cache(
+            lambda token: str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        )
         self._after_short = lru_cache(maxsize=512)(lambda template, key: self._after(Dialogue(*json.loads(key)), 1))
         """Of recent replies: games and tools repeat theirs, and to render one takes long."""
 
@@ -235,9 +237,6 @@ class TemplateBridge:
                 continue
         token = find_turn_end(self._tokenizer).token
         return "", "" if token is None else self.text_of(token)
-
-    def _decode_token(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _needs_whole(self, dialogue: Dialogue) -> bool:
         messages = dialogue.messages
