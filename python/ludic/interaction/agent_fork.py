@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,11 +70,17 @@ class AgentFork(AgentCommand):
         self._server.stop()
 
 
+def check_agent(name: str, function: object) -> Callable[[Session], Any]:
+    """The function of the setting `agent.function`. Raises ConfigError for anything that cannot be
+    called, and for a class."""
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(f"agent.function ({name}) is {type(function).__name__}; it must be a function of a session")
+    return function
+
+
 def main(name: str) -> NoReturn:
     """Import an agent, and fork a process for each of its episodes."""
-    function = import_named(name, "agent.function")
-    if not callable(function):
-        raise ConfigError(f"agent.function ({name}) is {type(function).__name__}; it must be a function of a session")
+    function = check_agent(name, import_named(name, "agent.function"))
 
     def call(told: Mapping[str, Any]) -> Any:
         returned = function(Session(**json.loads(told["session"])))

@@ -23,7 +23,7 @@ from ludic.inference.gateway.gateway import Gateway
 from ludic.inference.gateway.session import Answering, Call, Limits, Session, path_of
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.agent_command import AgentCommand, AgentExitError
-from ludic.interaction.agent_fork import AgentFork
+from ludic.interaction.agent_fork import AgentFork, check_agent
 from ludic.interaction.single_agent import InteractionProtocol, merge_step_info
 from ludic.types import Message, Rollout, Step, StepOutcome
 from ludic.user_objects import GivenNames, import_named
@@ -357,8 +357,4 @@ given_agents = _GIVEN.given
 def find_agent(name: str) -> AgentFunction:
     """The function of the setting `agent.function`. Raises ConfigError for a name that is not known
     and for what cannot be called."""
-    function = _GIVEN.now[name] if name in _GIVEN.now else import_named(name, "agent.function")
-    if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"agent.function ({name}) is {type(function).__name__}; it must be a function of a session")
-    agent: AgentFunction = function
-    return agent
+    return check_agent(name, _GIVEN.now[name] if name in _GIVEN.now else import_named(name, "agent.function"))

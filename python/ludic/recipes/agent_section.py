@@ -117,10 +117,8 @@ def build_agent(section: AgentSection, *, context: int | None) -> AgentUse | Non
         values["train"] = import_named(section.train, "agent.train")
     if section.isolate == "fork":
         if ":" not in str(section.function):
-            raise ConfigError(
-                f"agent.isolate=fork imports the function in another process, and only this one has {section.function}; "
-                "move it into a module, and name module:function"
-            )
+            why = f"agent.isolate=fork imports it in another process, and only this one has {section.function}"
+            raise ConfigError(f"{why}; move it into a module, and name module:function")
         names = {item.name for item in fields(AgentFork) if item.init} - {"argv", "output"}
         values["function"] = AgentFork([str(section.function)], **{name: getattr(section, name) for name in names})
     elif section.function is not None:

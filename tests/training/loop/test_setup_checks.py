@@ -6,7 +6,15 @@ import pytest
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import ConfigError
-from ludic.training import RolloutBatchSource, RolloutEngine, Trainer, make_dataset_sequence_requests_fn, make_grpo, ranks
+from ludic.training import (
+    GatheredBatches,
+    RolloutBatchSource,
+    RolloutEngine,
+    Trainer,
+    make_dataset_sequence_requests_fn,
+    make_grpo,
+    ranks,
+)
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.loop import setup_checks
@@ -78,6 +86,14 @@ def two_ranks(monkeypatch):
 def test_a_source_that_plays_the_same_prompts_on_every_rank_is_refused(wrap):
     with pytest.raises(ConfigError, match=r"2 ranks .*same prompts; .*SharedBatches"):
         setup_checks.check_ranks(wrap(playing_source()))
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_batches_that_all_ranks_have_are_not_gathered_once_more():
+    source = ListSource(sorting_items(4))
+    source.shards_across_ranks, source.divided_by_trainer = False, True  # as SharedBatches
+    with pytest.raises(ConfigError, match="2 ranks the same samples; use SharedBatches"):
+        GatheredBatches(source)
 
 
 @pytest.mark.usefixtures("two_ranks")

@@ -19,6 +19,7 @@ import os
 import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Required, Self, TypedDict, TypeVar, Unpack
@@ -101,7 +102,7 @@ class RequestOptions(TypedDict, total=False):
     max_bytes: int
 
 
-class AsyncClosing:
+class AsyncClosing(ABC):
     """An asynchronous context manager that closes the connections at its end."""
 
     async def __aenter__(self) -> Self:
@@ -110,9 +111,9 @@ class AsyncClosing:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    @abstractmethod
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
-        raise NotImplementedError
 
 
 class Http(AsyncClosing):

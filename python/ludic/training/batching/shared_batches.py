@@ -232,8 +232,17 @@ class GatheredBatches(BatchSourceBase):
     shards_across_ranks = True
 
     def __init__(self, inner: BatchSource) -> None:
-        check_ranks(inner)
         self._inner = as_batch_source(inner)
+        if ranks.is_distributed() and self._inner.shards_across_ranks is False:
+            raise ConfigError(f"{type(inner).__name__} gives all {ranks.world_size()} ranks the same samples; use SharedBatches")
+        if ranks.is_distributed() and self._inner.shards_across_ranks is None and ranks.rank() == 0:
+            logger.warning(
+                "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each is trained %d times. Set "
+                "shards_across_ranks = True on it if ranks get different samples, else use SharedBatches",
+                type(inner).__name__,
+                ranks.world_size(),
+                ranks.world_size(),
+            )
 
     async def next_batch(self) -> SAWBatch:
         """The next batches of all ranks' sources, as one batch."""
@@ -351,23 +360,3 @@ def _join_deviation(batches: Sequence[SAWBatch]) -> float | None:
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = math.fsum(weights)
     return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else 0.0
-
-
-def check_ranks(source: BatchSource) -> None:
-    """Raise ConfigError for a source that gives all ranks the same samples, which would compute the
-    same gradient several times, unless the trainer divides them. Warn if the source does not
-    say."""
-    if not ranks.is_distributed() or as_batch_source(source).divided_by_trainer:
-        return
-    name, world = type(source).__name__, ranks.world_size()
-    shared = as_batch_source(source).shards_across_ranks
-    if shared is False:
-        raise ConfigError(f"batch_source ({name}) gives each of {world} ranks the same prompts; wrap it in SharedBatches")
-    if shared is None and ranks.rank() == 0:
-        logger.warning(
-            "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each gradient is computed %d "
-            "times. Set shards_across_ranks = True on it if ranks get different samples, else wrap it in SharedBatches",
-            name,
-            world,
-            world,
-        )

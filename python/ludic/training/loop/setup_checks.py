@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.training.batching.shared_batches import check_ranks
+from ludic.training import ranks
 from ludic.training.batching.source import as_batch_source
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.early_stopping import check_early_stopping
@@ -49,6 +49,26 @@ def check_backend(cfg: TrainerConfig, backend: object, *, checkpoints: bool) -> 
     missing = [name for name in needed if not callable(getattr(backend, name, None))]
     if missing:
         raise ConfigError(f"backend ({type(backend).__name__}) has no {', '.join(missing)}; see TrainingBackend")
+
+
+def check_ranks(source: BatchSource) -> None:
+    """Raise ConfigError for a source that gives all ranks the same samples, which would compute the
+    same gradient several times, unless the trainer divides them. Warn if the source does not
+    say."""
+    if not ranks.is_distributed() or as_batch_source(source).divided_by_trainer:
+        return
+    name, world = type(source).__name__, ranks.world_size()
+    shared = as_batch_source(source).shards_across_ranks
+    if shared is False:
+        raise ConfigError(f"batch_source ({name}) gives each of {world} ranks the same prompts; wrap it in SharedBatches")
+    if shared is None and ranks.rank() == 0:
+        logger.warning(
+            "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each gradient is computed %d "
+            "times. Set shards_across_ranks = True on it if ranks get different samples, else wrap it in SharedBatches",
+            name,
+            world,
+            world,
+        )
 
 
 def require_model(model: nn.Module | None) -> nn.Module:
