@@ -120,7 +120,7 @@ def _become_guard(
     while os.getppid() != owner:  # until the process between has ended
         time.sleep(0.001)
 
-    def start(link: socket.socket, _: Sequence[str]) -> int:
+    def start(link: socket.socket) -> int:
         parent = os.getpid()
         child = os.fork()
         if child == 0:
@@ -131,8 +131,7 @@ def _become_guard(
         link.sendall(json.dumps({"pid": child}).encode() + b"\n")
         return child
 
-    guard._start = start
-    guard.end_like(guard.guard(socket.socket(fileno=0), owner, []))
+    guard.end_like(guard.guard(socket.socket(fileno=0), owner, start))
 
 
 def _become_command(parent: int) -> None:
