@@ -12,7 +12,7 @@ from ludic.parsers import xml_parser
 from ludic.training import CISPOLoss, ClippedSurrogateLoss, GRPORequestStrategy, Reducer, SAWBatch, make_grpo
 from ludic.training.algorithm import drop_zero_weight_samples, filter_zero_variance_groups
 from ludic.training.credit_assignment import EpisodicReturn, GroupNormalizedReturn, HybridNormalizedReturn
-from ludic.training.stats import apply_reducers_to_records
+from ludic.training.reducers import apply_reducers_to_records
 
 EMPTY = SAWBatch(items=[], meta={})
 

@@ -63,6 +63,7 @@ LAYERS = [
         "ludic.training.classification_metrics",
         "ludic.training.hardware",
         "ludic.training.loggers",
+        "ludic.training.reducers",
         "ludic.training.rm_config",
         "ludic.training.stats",
     ],
@@ -215,6 +216,7 @@ def run(code: str) -> str:
         ("ludic.inference", ["torch", "transformers", "vllm"]),
         ("ludic.agents", ["torch", "transformers"]),
         ("ludic.interaction", ["torch", "transformers"]),
+        ("ludic.tasks.errand", ["torch", "transformers"]),  # each of its episodes may be a fork of what it imports
         ("ludic.distributed", ["torch", "transformers", "vllm"]),
         ("ludic.cli.app", ["torch", "transformers"]),
         ("ludic.cli.checkpoint", ["torch", "transformers"]),

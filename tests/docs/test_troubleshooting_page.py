@@ -8,7 +8,7 @@ import pytest
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_algorithm
 from ludic.recipes.compose import compose
-from ludic.training.stats import default_reducers
+from ludic.training.reducers import default_reducers
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ludic import _core
 from ludic.errors import ConfigError, DataError
 from ludic.training import (
     Reducer,
@@ -15,7 +16,6 @@ from ludic.training import (
     aggregate_stats,
     apply_reducers_to_records,
     default_reducers,
-    stats as stats_module,
 )
 from ludic.training.loggers.base import Percent
 from ludic.training.stats import check_reducers, combine_stats, entropy_stat, final_values, named_reward_stats, prefix_keys
@@ -184,9 +184,9 @@ def test_a_percent_reducer_gives_a_fraction_that_is_displayed_in_percent():
 
 def test_rates_by_rollouts_are_computed_in_the_core(monkeypatch):
     asked = []
-    original = stats_module._core.reduce_records
+    original = _core.reduce_records
     monkeypatch.setattr(
-        stats_module._core,
+        _core,
         "reduce_records",
         lambda records, paths, *counts: asked.extend(paths) or original(records, paths, *counts),
     )

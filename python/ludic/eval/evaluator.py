@@ -12,10 +12,10 @@ from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue,
 from ludic.event_loop import EventLoop, await_if_needed
 from ludic.inference.request import derive_seed
 from ludic.training.evaluators.protocol import Evaluator as Evaluator
+from ludic.training.reducers import Reducer, apply_reducers_to_records
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.training.rollouts.to_samples import step_facts
-from ludic.training.stats import Reducer, apply_reducers_to_records
 from ludic.training.types import RequestsFn, RolloutRequest
 from ludic.types import Rollout, Step, stored
 

@@ -130,21 +130,23 @@ def _end_all(child: int, status: int | None) -> int:
     """Kill the command and every process that it left. Returns the command's wait status."""
     deadline = time.monotonic() + KILL_DEADLINE_S
     while True:
-        left = set(_descendants()) if _LINUX else set()
-        for pid in left:
-            _send(pid, signal.SIGKILL)
         if not _LINUX:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child, signal.SIGKILL)
-        if status is None:
-            status = _reap(child)
-        elif not left:
-            return status
-        else:
-            _reap(child)
-        if time.monotonic() > deadline:
+        ended = _reap(child)
+        status = ended if status is None else status
+        if not _has_children() or time.monotonic() > deadline:  # orphans are children of this process
             return int(signal.SIGKILL) if status is None else status
+        for pid in set(_descendants()) if _LINUX else ():
+            _send(pid, signal.SIGKILL)
         time.sleep(POLL_S)
+
+
+def _has_children() -> bool:
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return True
+    return False
 
 
 def _reap(child: int) -> int | None:

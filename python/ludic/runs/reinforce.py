@@ -62,9 +62,10 @@ from ludic.training.info_seed import InfoSeed
 from ludic.training.loggers import TrainingLogger
 from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
+from ludic.training.reducers import default_reducers
 from ludic.training.rng import seed_everything
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.stats import SAMPLED_REWARD, default_reducers
+from ludic.training.stats import SAMPLED_REWARD
 from ludic.training.trainer import Trainer
 
 WARM_UP, REINFORCE = "warm_up", "reinforce"

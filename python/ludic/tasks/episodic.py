@@ -14,7 +14,7 @@ from ludic.envs.env import SingleAgentEnv
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.interaction.agent_program import AgentUse
 from ludic.parsers import Parser, ParseResult
-from ludic.training.stats import Denominator, Reducer
+from ludic.training.reducers import Denominator, Reducer
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout, answers_of
 from ludic.user_objects import forward_members

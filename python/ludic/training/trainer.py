@@ -51,9 +51,10 @@ from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.layouts import with_right_layout
 from ludic.training.preparation import Prepared, prepare, skips_zero_weight
+from ludic.training.reducers import Reducer, default_reducers
 from ludic.training.reference import decide_trees, resolve_reference
 from ludic.training.rng import preserved_rng, rng_state
-from ludic.training.stats import Reducer, default_reducers, prefix_keys
+from ludic.training.stats import prefix_keys
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
 
 if TYPE_CHECKING:

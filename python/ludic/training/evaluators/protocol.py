@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ludic.training.stats import Reducer
+from ludic.training.reducers import Reducer
 from ludic.training.types import RolloutRequest
 
 OF_SEEDS = "eval_seed/"

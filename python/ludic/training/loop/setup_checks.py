@@ -13,7 +13,8 @@ from ludic.training.batching.source import as_batch_source
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.early_stopping import check_early_stopping
 from ludic.training.loop.staleness import check_lag
-from ludic.training.stats import Reducer, check_reducers
+from ludic.training.reducers import Reducer
+from ludic.training.stats import check_reducers
 from ludic.training.types import BatchSource
 
 logger = logging.getLogger(__name__)
