@@ -32,8 +32,9 @@ from ludic.distributed.push.manifest import (
     has_tied_head,
     rename_to_checkpoint,
 )
-from ludic.distributed.push.target import PushUrls, describe_failures, start_in_thread
+from ludic.distributed.push.target import PushUrls, describe_failures
 from ludic.errors import PublishError, ServerUnreachableError
+from ludic.event_loop import start_in_thread
 from ludic.inference.client import Publisher, Version, Weights, WeightSource
 from ludic.inference.servers.http import is_refused
 
@@ -364,7 +365,7 @@ class SupervisedServer:
             self.is_late = False
             return taken
 
-        return AskedServer(self, self._find_url(self._number), start_in_thread(answer, daemon=True))
+        return AskedServer(self, self._find_url(self._number), start_in_thread(answer, name="ludic-servers", daemon=True))
 
     def has_left(self, url: str | None) -> bool:
         """Whether the process at this address has ended: there is another address now, or none."""
