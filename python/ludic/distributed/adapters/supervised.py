@@ -101,7 +101,10 @@ class SupervisedServers(Publisher):
 
     def _publish(self, weights: Weights | WeightSource, version: Version) -> None:
         with self._lock:
-            manifest = self._read_manifest()
+            if self._manifest is None:
+                self._repeat(self._ask_for_manifest, "no server can be published to")
+            manifest = self._manifest
+            assert manifest is not None
             if not isinstance(weights, Mapping) and has_tied_head(weights, manifest):
                 weights = dict(weights)
             if isinstance(weights, Mapping):
@@ -110,13 +113,6 @@ class SupervisedServers(Publisher):
             else:
                 folder = self._folders.write_stream(StreamToServer(weights, manifest, partial=False), version)
             self._serve(folder, version, manifest)
-
-    def _read_manifest(self) -> ServerManifest:
-        """What the servers' model consists of, from the first that answers."""
-        if self._manifest is None:
-            self._repeat(self._ask_for_manifest, "no server can be published to")
-        assert self._manifest is not None
-        return self._manifest
 
     def _ask_for_manifest(self) -> None:
         asked = [server.ask(ServerLife.read_manifest) for server in self._servers]
