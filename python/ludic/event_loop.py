@@ -124,24 +124,38 @@ def _run_in_new_thread(compute: Callable[..., T], *args: object) -> T:
         return executor.submit(copy_context().run, compute, *args).result()
 
 
+def start_in_thread(call: Callable[[], T], *, name: str, daemon: bool = False, future: Future[T] | None = None) -> Future[T]:
+    """Start a call in its own thread. Only the call's own deadline ends it; the process waits for
+    it before it ends, unless it is a `daemon`. A `future` that is given can be cancelled until the
+    call begins."""
+    future = Future() if future is None else future
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return future
+
+
 async def run_in_daemon_thread(call: Callable[[], T], *, name: str) -> T:
     """Return `call()`, run in a daemon thread that is abandoned when the caller is cancelled.
 
     It does not use the loop's thread pool, because a few hanging calls would exhaust it, and the
     interpreter would wait for them at exit.
     """
-    loop, context = asyncio.get_running_loop(), copy_context()
-    outcome, done = Future[T](), asyncio.Event()
+    loop, context, done = asyncio.get_running_loop(), copy_context(), asyncio.Event()
 
-    def work() -> None:
-        try:
-            outcome.set_result(context.run(call))
-        except BaseException as error:
-            outcome.set_exception(error)
+    def tell(_: Future[T]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing waits
             loop.call_soon_threadsafe(done.set)
 
-    threading.Thread(target=work, name=name, daemon=True).start()
+    outcome = start_in_thread(lambda: context.run(call), name=name, daemon=True)
+    outcome.add_done_callback(tell)
     await done.wait()
     return outcome.result()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from ludic.errors import InferenceError, check_value
+from ludic.event_loop import start_in_thread
 from ludic.inference.vllm.in_server.secret import VARIABLE, is_loopback_host, secret_file
 from ludic.inference.vllm.in_server.server import WeightBackend
 from ludic.inference.vllm.launch import (
@@ -36,12 +38,7 @@ def serve_command(options: SimpleNamespace) -> int:
     console = Console(stderr=True, highlight=False)
     with _stop_on_signals() as stopped:
         proc = _start(options)
-
-        def set_when_ended() -> None:
-            proc.wait()
-            stopped.set()
-
-        threading.Thread(target=set_when_ended, daemon=True).start()
+        start_in_thread(proc.wait, name="server", daemon=True).add_done_callback(lambda _: stopped.set())
         try:
             if not _wait_until_ready(options, proc, stopped):
                 return 0
@@ -94,23 +91,13 @@ def _choose_weights(options: SimpleNamespace) -> WeightBackend | None:
 
 def _wait_until_ready(options: SimpleNamespace, proc: subprocess.Popen[Any], stopped: threading.Event) -> bool:
     """Whether the server became ready before it had to stop."""
-    failures: list[InferenceError] = []
-
-    def wait() -> None:
-        try:
-            wait_for_vllm_health(options.host, options.port, proc, options.ready_timeout_s)
-        except InferenceError as error:
-            failures.append(error)
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    while waiting.is_alive() and not stopped.is_set():
-        waiting.join(0.1)
+    settings = (options.host, options.port, proc, options.ready_timeout_s)
+    ready = start_in_thread(lambda: wait_for_vllm_health(*settings), name="health", daemon=True)
+    while not ready.done() and not stopped.is_set():
+        wait([ready], 0.1)
     if stopped.is_set() and proc.poll() is None:
         return False
-    waiting.join()
-    if failures:
-        raise failures[0]
+    ready.result()
     return True
 
 

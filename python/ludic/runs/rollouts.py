@@ -243,17 +243,15 @@ class PassRequests(TrainingRequests):
     def __init__(self, task: EpisodicTask, problems: ProblemList, section: RolloutSection, **settings: Any) -> None:
         super().__init__(task, section, **settings)
         self._data = problems
-        self._passes = Passes(len(problems.training), self._shuffle)
+        self._passes = Passes(
+            len(problems.training), lambda number: shuffle_range(len(problems.training), f"pass {self._seed} {number}")
+        )
 
     def begin_batch(self, number: int, oldest: int | None = None) -> None:
         self._data.begin_batch(number)
 
     def _choose_problem(self, rng: Random, number: int, position: int) -> Episode:
         return self._data.training[self._passes.at(number * self._section.prompts + position)]
-
-    def _shuffle(self, number: int) -> Sequence[int]:
-        """The order of pass `number`."""
-        return shuffle_range(len(self._data.training), f"pass {self._seed} {number}")
 
     def state_dict(self) -> dict[str, Any]:
         """The number of batches so far, and a digest of the data."""

@@ -32,8 +32,9 @@ from ludic.distributed.push.manifest import (
     has_tied_head,
     rename_to_checkpoint,
 )
-from ludic.distributed.push.target import PushUrls, describe_failures, start_in_thread
+from ludic.distributed.push.target import PushUrls, describe_failures
 from ludic.errors import PublishError, ServerUnreachableError
+from ludic.event_loop import start_in_thread
 from ludic.inference.client import Publisher, Version, Weights, WeightSource
 from ludic.inference.servers.http import is_refused
 
@@ -100,7 +101,10 @@ class SupervisedServers(Publisher):
 
     def _publish(self, weights: Weights | WeightSource, version: Version) -> None:
         with self._lock:
-            manifest = self._read_manifest()
+            if self._manifest is None:
+                self._repeat(self._ask_for_manifest, "no server can be published to")
+            manifest = self._manifest
+            assert manifest is not None
             if not isinstance(weights, Mapping) and has_tied_head(weights, manifest):
                 weights = dict(weights)
             if isinstance(weights, Mapping):
@@ -109,13 +113,6 @@ class SupervisedServers(Publisher):
             else:
                 folder = self._folders.write_stream(StreamToServer(weights, manifest, partial=False), version)
             self._serve(folder, version, manifest)
-
-    def _read_manifest(self) -> ServerManifest:
-        """What the servers' model consists of, from the first that answers."""
-        if self._manifest is None:
-            self._repeat(self._ask_for_manifest, "no server can be published to")
-        assert self._manifest is not None
-        return self._manifest
 
     def _ask_for_manifest(self) -> None:
         asked = [server.ask(ServerLife.read_manifest) for server in self._servers]
@@ -364,7 +361,7 @@ class SupervisedServer:
             self.is_late = False
             return taken
 
-        return AskedServer(self, self._find_url(self._number), start_in_thread(answer, daemon=True))
+        return AskedServer(self, self._find_url(self._number), start_in_thread(answer, name="ludic-servers", daemon=True))
 
     def has_left(self, url: str | None) -> bool:
         """Whether the process at this address has ended: there is another address now, or none."""

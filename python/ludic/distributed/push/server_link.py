@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 import msgspec
 
 from ludic.distributed.push.manifest import ServerManifest
-from ludic.distributed.push.target import start_in_thread
 from ludic.errors import InferenceError, PublishError, PublishTimeoutError, ServerError
+from ludic.event_loop import start_in_thread
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class ServerLink:
             "timeout_s": self.timeout_s,
             "group_id": uuid.uuid4().hex,
         }
-        joining = start_in_thread(lambda: self.endpoints.init_transfer(info, timeout_s=self._deadline_s))
+        joining = start_in_thread(lambda: self.endpoints.init_transfer(info, timeout_s=self._deadline_s), name="ludic-servers")
         kind = "nccl" if self.backend == "ludic_nccl" else "gloo"
         try:
             group = open_process_group(store, 0, size, timeout=timeout, kind=kind, loopback=self.master_address in LOOPBACK)
@@ -170,7 +170,9 @@ class ServerLink:
     def begin(self, update_info: Mapping[str, Any]) -> None:
         """Ask the server to stage a push. Returns without waiting."""
         self.endpoints.start_update()
-        self._update = start_in_thread(lambda: self.endpoints.update(update_info, timeout_s=self._deadline_s), daemon=True)
+        self._update = start_in_thread(
+            lambda: self.endpoints.update(update_info, timeout_s=self._deadline_s), name="ludic-servers", daemon=True
+        )
 
     def send(self, tensor: Tensor) -> None:
         """Broadcast the next tensor."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 from ludic.errors import PublishError, PublishTimeoutError
+from ludic.event_loop import start_in_thread
 from ludic.inference.client import PushTarget, Version
 
 
@@ -99,24 +100,6 @@ def run_on_all(servers: Sequence[S], step: Callable[[S], Any]) -> dict[S, Except
     return failures
 
 
-def start_in_thread(call: Callable[[], T], *, daemon: bool = False, future: Future[T] | None = None) -> Future[T]:
-    """Start a call in its own thread. Only the call's own deadline ends it; the process waits for
-    it before it ends, unless it is a `daemon`. A `future` that is given can be cancelled until the
-    call begins."""
-    future = Future() if future is None else future
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="ludic-servers", daemon=daemon).start()
-    return future
-
-
 def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
     """Run a call in a thread and return its result. A Ctrl-C during the call is raised after it. A
     second one is raised immediately, but the process still ends only after the call, unless it is
@@ -124,7 +107,7 @@ def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
     call has begun, a Ctrl-C is raised in its place."""
     future: Future[T] = Future()
     try:
-        start_in_thread(call, daemon=threading.current_thread().daemon, future=future)
+        start_in_thread(call, name="ludic-servers", daemon=threading.current_thread().daemon, future=future)
         wait([future])
     except BaseException as interrupt:
         if future.cancel():  # it came before the call began

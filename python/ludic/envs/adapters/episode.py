@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Mapping, Set as AbstractSet
 from typing import Any
 
+from ludic.envs.env import SingleAgentEnv
 from ludic.errors import MissingExtraError, RolloutError
 from ludic.types import StepOutcome
 
@@ -52,6 +53,18 @@ class Episode:
     def _check_not(self, *states: str) -> None:
         if self._state in states:
             raise RolloutError(f"{self._name} {_WRONG_STATES[self._state]}")
+
+
+class AdaptedEnv(SingleAgentEnv):
+    """An environment of another library, which shows an observation as text."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._episode, self._obs = Episode(name), ""
+
+    def env_current_obs(self) -> str:
+        self._episode.check_begun()
+        return self._obs
 
 
 def refused_action(action: str, feedback: str, reward: float) -> StepOutcome:

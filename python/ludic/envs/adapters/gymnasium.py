@@ -7,13 +7,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ludic.envs.adapters.episode import Episode, import_extra, refused_action, to_json_types
-from ludic.envs.env import SingleAgentEnv
+from ludic.envs.adapters.episode import AdaptedEnv, import_extra, refused_action, to_json_types
 from ludic.errors import ConfigError
 from ludic.types import Info, StepOutcome
 
 
-class GymnasiumEnv(SingleAgentEnv):
+class GymnasiumEnv(AdaptedEnv):
     """A `gymnasium.Env`, or the id of one that is made with `make_settings`.
 
     Observations: the result of `observe`; without it the rendering, if the environment renders
@@ -40,8 +39,8 @@ class GymnasiumEnv(SingleAgentEnv):
         system_prompt: str | None = None,
         **make_settings: Any,
     ) -> None:
-        super().__init__()
         self._env = import_extra("gymnasium", "gymnasium").make(env, **make_settings) if isinstance(env, str) else env
+        super().__init__(f"GymnasiumEnv({env if isinstance(env, str) else type(self._env.unwrapped).__name__})")
         self._observe = observe or self._default_observation
         if read_action is None:
             self._read_action, self._legal = action_reader(self._env.action_space, action_names)
@@ -49,8 +48,6 @@ class GymnasiumEnv(SingleAgentEnv):
             self._read_action, self._legal = read_action, ""
         self._invalid_action_reward = invalid_action_reward
         self._system_prompt = system_prompt
-        self._episode = Episode(f"GymnasiumEnv({env if isinstance(env, str) else type(self._env.unwrapped).__name__})")
-        self._obs = ""
 
     @property
     def suggested_sysprompt(self) -> str | None:
@@ -83,10 +80,6 @@ class GymnasiumEnv(SingleAgentEnv):
             terminated=bool(terminated),
             info=to_json_types(info),
         )
-
-    def env_current_obs(self) -> str:
-        self._episode.check_begun()
-        return self._obs
 
     def close(self) -> None:
         """Release the environment. Calls after the first do nothing."""

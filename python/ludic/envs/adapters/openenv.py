@@ -8,8 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ludic.envs.adapters.episode import Episode, import_extra, refused_action, to_json_types
-from ludic.envs.env import SingleAgentEnv
+from ludic.envs.adapters.episode import AdaptedEnv, import_extra, refused_action, to_json_types
 from ludic.errors import RolloutError, check_value
 from ludic.types import Info, StepOutcome
 
@@ -45,7 +44,7 @@ def says_truncated(result: Any) -> bool:
     return any(isinstance(fields, Mapping) and fields.get("truncated") is True for fields in candidates)
 
 
-class OpenEnvEnv(SingleAgentEnv):
+class OpenEnvEnv(AdaptedEnv):
     """An OpenEnv client, or the address of a server, for which a `GenericEnvClient` is made.
 
     A client is a session: it plays one episode at a time, and `close` ends it, even a client that
@@ -75,14 +74,12 @@ class OpenEnvEnv(SingleAgentEnv):
     ) -> None:
         """`reset_settings` are sent with every reset, in addition to the seed. Raises ConfigError
         unless `timeout_s` is above 0."""
-        super().__init__()
+        super().__init__(f"OpenEnvEnv({client if isinstance(client, str) else type(client).__name__})")
         check_value("timeout_s", timeout_s, above=0)
         self._client = import_extra("openenv.core", "openenv").GenericEnvClient(client) if isinstance(client, str) else client
         self._make_action, self._observe, self._is_truncated = make_action, observe, is_truncated
         self._invalid_action_reward, self._system_prompt, self._timeout_s = invalid_action_reward, system_prompt, timeout_s
         self._reset_settings = dict(reset_settings or {})
-        self._episode = Episode(f"OpenEnvEnv({client if isinstance(client, str) else type(client).__name__})")
-        self._obs = ""
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # hooks may be coroutines
         """Without a seed the server chooses."""
@@ -118,10 +115,6 @@ class OpenEnvEnv(SingleAgentEnv):
             terminated=done and not truncated,
             info=_metadata(result),
         )
-
-    def env_current_obs(self) -> str:
-        self._episode.check_begun()
-        return self._obs
 
     async def close(self) -> None:
         """End the session. Calls after the first do nothing."""

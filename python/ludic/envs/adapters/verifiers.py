@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ludic.envs.adapters.episode import Episode, import_extra
+from ludic.envs.adapters.episode import AdaptedEnv, import_extra
 from ludic.envs.adapters.verifiers_rollouts import rollout_from_trace
-from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError, InferenceError, RolloutError, check_value
 from ludic.inference.client import ChatClient
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest
@@ -28,7 +27,7 @@ CONNECT_TIMEOUT_S = 5.0
 """For a connection to the server on this machine."""
 
 
-class VerifiersEnv(SingleAgentEnv):
+class VerifiersEnv(AdaptedEnv):
     """Tasks of a taskset, `list(verifiers.v1.load_taskset(...))`. The episode with seed s plays
     task number s modulo their count.
 
@@ -44,7 +43,7 @@ class VerifiersEnv(SingleAgentEnv):
     """
 
     def __init__(self, tasks: Sequence[Any], *, agent: Any | None = None, timeout_s: float = 60.0) -> None:
-        super().__init__()
+        super().__init__("VerifiersEnv")
         import_extra("verifiers.v1", "verifiers")
         if not tasks:
             raise ConfigError("tasks is empty; there is nothing to play")
@@ -52,10 +51,8 @@ class VerifiersEnv(SingleAgentEnv):
         self.agent = agent
         self._tasks = list(tasks)
         self._timeout_s = timeout_s
-        self._episode = Episode("VerifiersEnv")
         self._caller = _Caller()
         self._playing: asyncio.Task[Any] | None = None
-        self._obs = ""
 
     def task(self, seed: int | None) -> Any:
         """The task of a seed; without a seed the first."""
@@ -90,10 +87,6 @@ class VerifiersEnv(SingleAgentEnv):
         scores = {key: last.info[key] for key in ("rewards", "metrics")}
         self._obs = json.dumps(scores)
         return StepOutcome(obs=self._obs, reward=last.reward, truncated=last.truncated, terminated=last.terminated, info=scores)
-
-    def env_current_obs(self) -> str:
-        self._episode.check_begun()
-        return self._obs
 
     async def close(self) -> None:
         """Cancel the episode. Calls after the first do nothing."""

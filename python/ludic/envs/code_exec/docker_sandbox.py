@@ -37,6 +37,7 @@ from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess
 from ludic.errors import ConfigError, GradingError, LudicError, MissingExtraError, check_value
+from ludic.event_loop import start_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -249,17 +250,8 @@ class DockerSandboxPool(ContainerPool):
 
 def pull_image(client: Any, image: str, *, timeout_s: float = PULL_S) -> None:
     """GradingError if that fails or is not done in time."""
-    pulled: Future[None] = Future()
-
-    def pull() -> None:
-        try:
-            client.images.pull(image)
-        except Exception as error:
-            pulled.set_exception(error)
-        else:
-            pulled.set_result(None)
-
-    threading.Thread(target=pull, name="ludic-pull", daemon=True).start()  # the package has no deadline for it
+    # In a thread, since the package has no deadline for it.
+    pulled = start_in_thread(lambda: client.images.pull(image), name="ludic-pull", daemon=True)
     try:
         pulled.result(timeout_s)
     except TimeoutError as error:

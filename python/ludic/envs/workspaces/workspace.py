@@ -217,7 +217,6 @@ class BubblewrapWorkspace(FolderWorkspace):
                 own.close()
                 process = spawning.result()
                 assert process.stdout is not None
-                assert process.stderr is not None
                 async with asyncio.timeout(STOP_S):
                     if not await process.stdout.readline():  # else it serves, and all is mounted
                         raise RolloutError(f"the sandbox did not start: {await _read_tail(process.stderr)}")
@@ -265,8 +264,6 @@ async def run_program(
     try:
         await asyncio.wait([spawning])  # a start that is cancelled may hang, or leave the process
         process = spawning.result()
-        assert process.stdout is not None
-        assert process.stderr is not None
         stdout, stderr, code = await asyncio.gather(_read_tail(process.stdout), _read_tail(process.stderr), process.wait())
         return Ended(code, stdout, stderr)
     finally:
@@ -319,7 +316,8 @@ async def _wait_for_end(link: socket.socket) -> None:
                 pass
 
 
-async def _read_tail(stream: asyncio.StreamReader) -> str:
+async def _read_tail(stream: asyncio.StreamReader | None) -> str:
+    assert stream is not None
     kept = b""
     while data := await stream.read(2**16):
         kept += data

@@ -108,10 +108,7 @@ class PrefixCache:
         cached = self._prefixes.setdefault(episode, [])
         cached[:] = [*(p for p in cached if _common_length(p.ids, prefix.ids) < len(p.ids)), prefix]
         self._snapshots.add(prefix.snapshot)
-        episode.on_end(self._drop)
-
-    def _drop(self, episode: Episode) -> None:
-        self._prefixes.pop(episode, None)
+        episode.on_end(lambda over: self._prefixes.pop(over, None))
 
     def shrink(self) -> None:
         """Drop the oldest snapshots until the rest fits into `max_bytes`."""

@@ -123,13 +123,10 @@ class Speed:
         self._run = run
         self._before = self._total()
 
-    def _counters(self) -> set[FlopCounter]:
+    def _total(self) -> float:
         critic = None if self._run.critic is None else self._run.critic.backend.flops
         all_ = (with_defaults(self._run.backend).flops, getattr(self._run.reference, "flops", None), critic)
-        return {each for each in all_ if isinstance(each, FlopCounter)}
-
-    def _total(self) -> float:
-        return sum(each.total for each in self._counters())
+        return sum(counter.total for counter in {each for each in all_ if isinstance(each, FlopCounter)})
 
     def stats(self, *, training_s: float, tokens: float, step_s: float) -> dict[str, float]:
         """`perf/tflops`, `perf/mfu` and `perf/tokens_per_s_per_gpu`, over all ranks; all ranks call
