@@ -72,13 +72,13 @@ class _Slot:
 
 
 class Supervisor:
-    """Runs `processes` on `place` until all of the role `until` have ended with status 0.
+    """Runs `processes` on `place` until all with the role `trainer` have ended with status 0.
 
     >>> with contextlib.closing(LocalPlace(run)) as place:
     ...     status = Supervisor(place, processes, folder=run).run()
 
     Roles are started in the order of `processes`; the first of a role starts once all earlier ones
-    run. With `least`, the run goes on while this number of the role `until` are left. `folder` gets
+    run. With `least`, the run goes on while this number of trainers are left. `folder` gets
     events.jsonl and launch.json. `note` gets one line for each event that a person should know.
     `clock` and `sleep` are replaced in tests.
     """
@@ -89,22 +89,20 @@ class Supervisor:
         processes: Sequence[Process],
         *,
         folder: Path,
-        until: str = "trainer",
         place_name: str = "local",
         least: int | None = None,
         note: Callable[[str], None] = logger.warning,
         window_s: float = WINDOW_S,
         stop_grace_s: float = STOP_GRACE_S,
-        others_grace_s: float = OTHERS_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         check_processes(list(processes))
-        if not any(process.role == until for process in processes):
-            raise LaunchError(f"no process has the role {until}; roles: {sorted({p.role for p in processes})}")
-        self._place, self._folder, self._until, self._note = place, folder, until, note
-        self._least = sum(process.role == until for process in processes) if least is None else least
-        self._stop_grace_s, self._others_grace_s, self._clock, self._sleep = stop_grace_s, others_grace_s, clock, sleep
+        if not any(process.role == "trainer" for process in processes):
+            raise LaunchError(f"no process has the role trainer; roles: {sorted({p.role for p in processes})}")
+        self._place, self._folder, self._note = place, folder, note
+        self._least = sum(process.role == "trainer" for process in processes) if least is None else least
+        self._stop_grace_s, self._clock, self._sleep = stop_grace_s, clock, sleep
         self._slots = {
             process.name: _Slot(process, RestartBudget(process.restarts, window_s), ProcessState(process.name, process.role))
             for process in processes
@@ -166,7 +164,7 @@ class Supervisor:
         return status
 
     def _trainers(self) -> list[_Slot]:
-        return [slot for slot in self._slots.values() if slot.process.role == self._until]
+        return [slot for slot in self._slots.values() if slot.process.role == "trainer"]
 
     def _may_start(self, slot: _Slot) -> bool:
         """A role waits for the roles before it until they have started once."""
@@ -203,7 +201,7 @@ class Supervisor:
     def _judge(self, slot: _Slot, ended: Ended) -> int | None:
         """Do what the end of a process asks for. Returns the exit status of the run if it is
         over."""
-        is_trainer = slot.process.role == self._until
+        is_trainer = slot.process.role == "trainer"
         if slot.start_at is not None:  # it is to be restarted with another one that ended before
             if not is_trainer or ended.code not in (*FINAL, *POLITE):
                 return None
@@ -254,17 +252,17 @@ class Supervisor:
         self._note(f"{ended.describe()} and is not restarted: {why}; its log is {slot.state.log}{_indent(ended.tail)}")
         others = [other for other in self._slots.values() if other.process.role == slot.process.role]
         left = sum(other.is_live or other.state.state == "ended" for other in others)
-        least = self._least if slot.process.role == self._until else 1
+        least = self._least if slot.process.role == "trainer" else 1
         return ended.status if left < least or not any(other.is_live for other in others) else None
 
     def _on_signal(self, number: int) -> None:
         if self._stopped_by is None:
             self._stopped_by, self._stop_deadline = number, self._clock() + self._stop_grace_s
             self._events.write("stop", signal=number)
-            self._note(f"stopping: waiting up to {self._stop_grace_s:g} s for the {self._until} to save and end")
+            self._note(f"stopping: waiting up to {self._stop_grace_s:g} s for the trainer to save and end")
         for slot in self._slots.values():
             slot.start_at = None
-            if slot.process.role == self._until:
+            if slot.process.role == "trainer":
                 self._place.ask(slot.process.name, number)
 
     def _stop_status(self) -> int | None:
@@ -275,7 +273,7 @@ class Supervisor:
         if any(slot.is_live for slot in trainers):
             if self._clock() < self._stop_deadline:
                 return None
-            self._note(f"the {self._until} did not end within {self._stop_grace_s:g} s and is killed")
+            self._note(f"the trainer did not end within {self._stop_grace_s:g} s and is killed")
             return 128 + self._stopped_by
         codes = {(slot.state.last_end or {}).get("code") for slot in trainers}
         return DONE if codes == {DONE} else DO_NOT_RETRY if DO_NOT_RETRY in codes else 128 + self._stopped_by
@@ -289,7 +287,7 @@ class Supervisor:
         grace_s = self._stop_grace_s if status is not None and self._stopped_by is None else 0.0
         try:
             self._record_all(self._place.stop([slot.process.name for slot in trainers], grace_s))
-            self._record_all(self._place.close(0.0 if status is None else self._others_grace_s))
+            self._record_all(self._place.close(0.0 if status is None else OTHERS_GRACE_S))
         finally:
             self._launch.exit_status = status
             self._events.write("end_of_launch", status=status)

@@ -106,7 +106,7 @@ class PairData:
 
 
 def _generate_pairs(recipe: PairsRecipe, tokenizer: Any) -> PairData:
-    """Generated pairs. The training pairs depend on the seed; the heldout_rows-out pairs do not."""
+    """Generated pairs. The training pairs depend on the seed; the held-out pairs do not."""
     if recipe.heldout_data is not None or recipe.heldout_split is not None:
         raise ConfigError("heldout_data and heldout_split are for data of your own; give data, too")
     task, rng = build_named(PREFERENCES, recipe.task), Random(f"preferences {recipe.seed}")
