@@ -2,7 +2,8 @@
 package, and offers a tool that looks a key up.
 
 The imperfect teacher looks a key up in a third of its answers, and guesses in the others. The
-content of the keys is random in every episode, so that only looking it up is better than guessing.
+content of the keys is one of 16 letters, random in every episode, so that only looking it up is
+better than guessing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ludic.inference.gateway.session import Session
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, share, transcript
 from ludic.types import Rollout
 
-KEYS = "abcdefgh"
+KEYS, CONTENTS = "abcdefgh", "abcdefghijklmnop"
 _EPISODES = 150
 MAX_TURNS = 4
 LOOK = {
@@ -49,7 +50,7 @@ class Errand(EpisodicTask):
     rates: ClassVar[Mapping[str, str]] = {"looked_up": "episodes with a second call of the model"}
 
     def draw(self, rng: Random) -> Episode:
-        store, key = {key: rng.choice(KEYS) for key in KEYS}, rng.choice(KEYS)
+        store, key = {key: rng.choice(CONTENTS) for key in KEYS}, rng.choice(KEYS)
         return {"id": f"{key} of {''.join(store.values())}", "question": key, "answer": store[key], "store": store}
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
@@ -77,7 +78,7 @@ class Errand(EpisodicTask):
             return last[2:]
         if rng.random() < self.looks:
             return f'<tool_call>{{"name": "look", "arguments": {{"key": "{last[2:]}"}}}}</tool_call>'
-        return rng.choice(KEYS)
+        return rng.choice(CONTENTS)
 
 
 async def run_errand(session: Session) -> str:
