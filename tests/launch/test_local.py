@@ -30,6 +30,22 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(600)
 """
+GUARDED = """
+import os, socket, sys
+from ludic.launch import guard
+
+search = guard._descendants
+guard._descendants = lambda: print("searched", flush=True) or search()
+
+def start(link):
+    if child := os.fork():
+        return child
+    os.system(sys.argv[1])
+    os._exit(3)
+
+link, _held = socket.socketpair()
+guard.end_like(guard.guard(link, os.getppid(), start))
+"""
 PARENT = """
 import os, sys, time
 from pathlib import Path
@@ -104,6 +120,14 @@ def test_a_process_ends_with_all_that_it_started(place, tmp_path):
     os.kill(leader, signal.SIGKILL)
     assert wait_for(place, Ended).signal == signal.SIGKILL
     assert not any(map(is_running, others))
+
+
+@pytest.mark.parametrize(("command", "searches"), [("true", False), ("setsid sleep 600 & echo $!", True)])
+def test_processes_are_searched_for_only_if_some_are_left(command, searches):
+    """A search reads /proc of all processes of the machine."""
+    done = subprocess.run([sys.executable, "-c", GUARDED, command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "searched" in done.stdout) == (3, searches), done.stderr
+    assert not any(is_running(int(line)) for line in done.stdout.splitlines() if line.isdigit())
 
 
 @pytest.mark.parametrize("depth", [1, 2])
