@@ -15,6 +15,8 @@ from ludic.envs.code_exec.bubblewrap import as_nobody, can_be_read_by_others
 from ludic.envs.workspaces.fork_server import ForkServer, serve_forks
 from ludic.errors import ConfigError
 from ludic.event_loop import await_if_needed, run_to_completion
+from ludic.inference.gateway.gateway import HOST, reply_at_once
+from ludic.inference.gateway.http import Exchange, HttpServer, Request
 from ludic.inference.gateway.session import Session
 from ludic.interaction.agent_command import SHOWN, AgentCommand, AgentExitError
 from ludic.user_objects import import_named
@@ -93,26 +95,23 @@ def main(name: str) -> NoReturn:
 async def _use_client() -> None:
     """Have OpenAI's library import and build what it needs for a call: 0.9 s of a processor, of
     which an episode has 0.02 left."""
-    schema = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     choice = {"index": 0, "finish_reason": "tool_calls", "message": message}
     completion = {"id": "", "object": "chat.completion", "created": 0, "model": "", "choices": [choice], "usage": usage}
-    answer = json.dumps(completion).encode()
     messages: Any = [{"role": "system", "content": ""}, {"role": "user", "content": ""}, message]
     messages += [{"role": "tool", "tool_call_id": "c", "content": ""}]
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        length = int((await reader.readuntil(b"\r\n\r\n")).lower().split(b"content-length:")[1].split(b"\r\n")[0])
-        await reader.readexactly(length)
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
+    async def answer(_: Request) -> Exchange:
+        return reply_at_once(completion)
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        session = Session(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "none", "")
-        tools: Any = [{"type": "function", "function": schema}]
-        await session.client().chat.completions.create(model="", messages=messages, tools=tools, timeout=30)
-        await session.close_clients()
+    server = HttpServer(answer)
+    session = Session(f"http://{HOST}:{await server.listen(HOST, 0)}/v1", "none", "")
+    await session.client().chat.completions.create(model="", messages=messages, tools=tools, timeout=30)
+    await session.close_clients()
+    await server.close()
 
 
 if __name__ == "__main__":

@@ -63,12 +63,12 @@ def guard(link: socket.socket, parent: int, start: Callable[[socket.socket], int
     while status is None and os.getppid() == parent:
         if select.select([wakeups], [], [], PARENT_CHECK_S)[0]:
             os.read(wakeups, 4096)
-        status = _reap(inner)
+        status, _ = _reap(inner)
     os.close(outer_end)  # the inner process ends, if it has not
     deadline = time.monotonic() + KILL_DEADLINE_S
     while status is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        status = _reap(inner)
+        status, _ = _reap(inner)
     return _end_all(inner, status)
 
 
@@ -90,7 +90,7 @@ def _run_inner(link: socket.socket, alive: int, outer: int, start: Callable[[soc
             break
         for number in message or b"":
             _send(child, number)
-        status = _reap(child)
+        status, _ = _reap(child)
     end_like(_end_all(child, status))
 
 
@@ -133,33 +133,27 @@ def _end_all(child: int, status: int | None) -> int:
         if not _LINUX:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child, signal.SIGKILL)
-        ended = _reap(child)
+        ended, has_children = _reap(child)
         status = ended if status is None else status
-        if not _has_children() or time.monotonic() > deadline:  # orphans are children of this process
+        if not has_children or time.monotonic() > deadline:  # orphans are children of this process
             return int(signal.SIGKILL) if status is None else status
         for pid in set(_descendants()) if _LINUX else ():
             _send(pid, signal.SIGKILL)
         time.sleep(POLL_S)
 
 
-def _has_children() -> bool:
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return True
-    return False
-
-
-def _reap(child: int) -> int | None:
-    """Collect all processes that have ended. Returns the wait status of `child` if it is one."""
+def _reap(child: int) -> tuple[int | None, bool]:
+    """Collect all processes that have ended. Returns the wait status of `child` if it is one, and
+    whether this process has other children left."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, ended = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
-                break
+                return status, True
             if pid == child:
                 status = ended
-    return status
+    return status, False
 
 
 def _descendants() -> Iterator[int]:

@@ -58,6 +58,11 @@ class Process:
         if bad := [key for key, value in self.env.items() if not VARIABLE.fullmatch(key) or "\0" in value]:
             raise ConfigError(f"environment of {self.name}: {', '.join(map(repr, bad))} must be of letters, digits and `_`")
 
+    @property
+    def is_trainer(self) -> bool:
+        """Whether the run is over with it."""
+        return self.role == "trainer"
+
     def named_hosts(self) -> set[str]:
         """The processes whose machines the command names."""
         return {name for part in self.argv for name in HOST.findall(part)}

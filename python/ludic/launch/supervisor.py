@@ -98,10 +98,10 @@ class Supervisor:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         check_processes(list(processes))
-        if not any(process.role == "trainer" for process in processes):
+        if not any(process.is_trainer for process in processes):
             raise LaunchError(f"no process has the role trainer; roles: {sorted({p.role for p in processes})}")
         self._place, self._folder, self._note = place, folder, note
-        self._least = sum(process.role == "trainer" for process in processes) if least is None else least
+        self._least = sum(process.is_trainer for process in processes) if least is None else least
         self._stop_grace_s, self._clock, self._sleep = stop_grace_s, clock, sleep
         self._slots = {
             process.name: _Slot(process, RestartBudget(process.restarts, window_s), ProcessState(process.name, process.role))
@@ -164,7 +164,7 @@ class Supervisor:
         return status
 
     def _trainers(self) -> list[_Slot]:
-        return [slot for slot in self._slots.values() if slot.process.role == "trainer"]
+        return [slot for slot in self._slots.values() if slot.process.is_trainer]
 
     def _may_start(self, slot: _Slot) -> bool:
         """A role waits for the roles before it until they have started once."""
@@ -201,7 +201,7 @@ class Supervisor:
     def _judge(self, slot: _Slot, ended: Ended) -> int | None:
         """Do what the end of a process asks for. Returns the exit status of the run if it is
         over."""
-        is_trainer = slot.process.role == "trainer"
+        is_trainer = slot.process.is_trainer
         if slot.start_at is not None:  # it is to be restarted with another one that ended before
             if not is_trainer or ended.code not in (*FINAL, *POLITE):
                 return None
@@ -252,7 +252,7 @@ class Supervisor:
         self._note(f"{ended.describe()} and is not restarted: {why}; its log is {slot.state.log}{_indent(ended.tail)}")
         others = [other for other in self._slots.values() if other.process.role == slot.process.role]
         left = sum(other.is_live or other.state.state == "ended" for other in others)
-        least = self._least if slot.process.role == "trainer" else 1
+        least = self._least if slot.process.is_trainer else 1
         return ended.status if left < least or not any(other.is_live for other in others) else None
 
     def _on_signal(self, number: int) -> None:
@@ -262,7 +262,7 @@ class Supervisor:
             self._note(f"stopping: waiting up to {self._stop_grace_s:g} s for the trainer to save and end")
         for slot in self._slots.values():
             slot.start_at = None
-            if slot.process.role == "trainer":
+            if slot.process.is_trainer:
                 self._place.ask(slot.process.name, number)
 
     def _stop_status(self) -> int | None:

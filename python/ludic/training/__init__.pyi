@@ -158,6 +158,11 @@ from ludic.training.presets import (
     make_sft as make_sft,
 )
 from ludic.training.process_rewards import ProcessReward as ProcessReward
+from ludic.training.reducers import (
+    Reducer as Reducer,
+    apply_reducers_to_records as apply_reducers_to_records,
+    default_reducers as default_reducers,
+)
 from ludic.training.reference import (
     AttachedReference as AttachedReference,
     CachedReference as CachedReference,
@@ -192,12 +197,7 @@ from ludic.training.samples.sft import (
     format_chat_template_text as format_chat_template_text,
     tokenize_with_chat_template as tokenize_with_chat_template,
 )
-from ludic.training.stats import (
-    Reducer as Reducer,
-    aggregate_stats as aggregate_stats,
-    apply_reducers_to_records as apply_reducers_to_records,
-    default_reducers as default_reducers,
-)
+from ludic.training.stats import aggregate_stats as aggregate_stats
 from ludic.training.trainer import Trainer as Trainer
 from ludic.training.types import (
     ActorTokenLogps as ActorTokenLogps,

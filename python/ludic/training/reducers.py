@@ -56,6 +56,7 @@ def default_reducers() -> dict[str, Reducer]:
 
 
 def check_reducer(name: str, reducer: Reducer) -> None:
+    """Raise ConfigError for a reducer with an invalid setting."""
     if reducer.kind not in KINDS:
         raise ConfigError(f"reducer {name}: kind ({reducer.kind}) must be one of {', '.join(KINDS)}")
     if reducer.normalize_by not in (None, "samples", "rollouts"):
@@ -73,10 +74,10 @@ def apply_reducers_to_records(
     the number of records."""
     samples = len(records) if sample_count is None else sample_count
     rollouts = len(records) if rollout_count is None else rollout_count
-    return reduce_values(records, records, reducers, (samples, rollouts))
+    return apply_reducers(records, records, reducers, (samples, rollouts))
 
 
-def reduce_values(
+def apply_reducers(
     subjects: Sequence[Any],
     records: Sequence[Mapping[str, Any]],
     reducers: Mapping[str, Reducer],
@@ -92,7 +93,7 @@ def reduce_values(
     for name, reducer in reducers.items():
         if name not in reduced:
             values = [_read_value(reducer, subject, record) for subject, record in zip(subjects, records, strict=True)]
-            reduced[name] = _reduce_values(reducer, values, records, counts)
+            reduced[name] = _reduce_column(reducer, values, records, counts)
     return {name: Percent(reduced[name]) if reducer.as_percent else reduced[name] for name, reducer in reducers.items()}
 
 
@@ -106,7 +107,7 @@ def _read_value(reducer: Reducer, subject: Any, record: Mapping[str, Any]) -> An
     return value if value is None or reducer.transform is None else reducer.transform(value)
 
 
-def _reduce_values(reducer: Reducer, values: list[Any], records: Sequence[Mapping[str, Any]], counts: tuple[int, int]) -> float:
+def _reduce_column(reducer: Reducer, values: list[Any], records: Sequence[Mapping[str, Any]], counts: tuple[int, int]) -> float:
     counts_true = reducer.kind == "count_true"
     if counts_true and reducer.normalize_by == "rollouts":
         named = [{"value": value, "rollout_id": record.get("rollout_id")} for value, record in zip(values, records, strict=True)]

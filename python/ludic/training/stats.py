@@ -35,10 +35,10 @@ from ludic.training.loss.statistics import (
 )
 from ludic.training.reducers import (
     Reducer as Reducer,
+    apply_reducers,
     apply_reducers_to_records as apply_reducers_to_records,
     check_reducer,
     default_reducers as default_reducers,
-    reduce_values,
 )
 from ludic.training.types import SAWBatch, SAWItem
 from ludic.types import stored
@@ -99,7 +99,7 @@ def aggregate_stats(
     unmeasured = {key: 0.0 for key, stat in stats.items() if not stat.weight}
     items = [item for batch in saw_batches for item in batch.items]
     counts = len(items), int(stats["target_rollouts"].value)
-    return {**unmeasured, **final_values(stats), **reduce_values(items, [item.meta for item in items], reducers or {}, counts)}
+    return {**unmeasured, **final_values(stats), **apply_reducers(items, [item.meta for item in items], reducers or {}, counts)}
 
 
 def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
@@ -162,12 +162,12 @@ def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rol
     logged and the reducer is left out: the optimizer step has already been taken."""
     records, counts = [item.meta for item in items], (len(items), rollouts)
     try:
-        reduced = reduce_values(items, records, reducers, counts)
+        reduced = apply_reducers(items, records, reducers, counts)
     except Exception:
         reduced = {}
         for name, reducer in reducers.items():
             try:
-                reduced |= reduce_values(items, records, {name: reducer}, counts)
+                reduced |= apply_reducers(items, records, {name: reducer}, counts)
             except Exception:
                 logger.exception("reducer %s failed; it is left out of the statistics of this step", name)
     # Over ranks, sums and counts that are not normalised are added up; everything else is a mean

@@ -170,20 +170,20 @@ class Gateway:
         dialect = DIALECTS.get(path)
         try:
             if path in ("/", "/health"):
-                return _exchange({})
+                return reply_at_once({})
             answering = self._sessions.get(key)
             if answering is None:
                 raise CallError("the key is not of a running episode", 401)
             if path == "/v1/models" or path.startswith("/v1/models/"):
-                return _exchange(_models(path, answering.session.model))
+                return reply_at_once(_models(path, answering.session.model))
             if request.method != "POST" or (dialect is None and path != messages.COUNT_PATH):
                 raise CallError(f"{request.method} {path} is no endpoint of the gateway", 404)
             if path == messages.COUNT_PATH:
                 prompt = await answering.prepare(self._read(messages, request))
-                return _exchange({"input_tokens": len(prompt.ids)})
+                return reply_at_once({"input_tokens": len(prompt.ids)})
             return self._call(answering, dialect, request)
         except Exception as error:
-            return _exchange(_refuse(error, dialect or chat))
+            return reply_at_once(_refuse(error, dialect or chat))
 
     def _read(self, dialect: Any, request: Request) -> Ask:
         ask: Ask = dialect.read(request.body, ignore_format=self._ignores)
@@ -291,7 +291,7 @@ def _refuse(error: Exception, dialect: Any) -> Reply:
     return Reply(error.status, encode(dialect.error_body(str(error), error.status, error.code)))
 
 
-def _exchange(reply: Reply | Mapping[str, Any]) -> Exchange:
+def reply_at_once(reply: Reply | Mapping[str, Any]) -> Exchange:
     """An exchange that is answered already."""
     done: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
     done.set_result(reply if isinstance(reply, Reply) else Reply(200, encode(reply)))

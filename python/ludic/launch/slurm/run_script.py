@@ -64,7 +64,7 @@ def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, c
     for label, path in (("folder", folder), ("cwd", cwd)):
         if not path.is_absolute() or not _LINE.fullmatch(str(path)):
             raise ConfigError(f"{label} ({path}) must be an absolute path on a file system that all nodes share")
-    if not any(process.role == "trainer" for process in processes):
+    if not any(process.is_trainer for process in processes):
         raise ConfigError("no process has the role trainer, so the job would have no end")
     nodes = assign_nodes(processes, job)
     options = [
@@ -126,7 +126,7 @@ def _write_step(process: Process, folder: Path, job: SlurmJob, nodes: Mapping[st
     variables = [shlex.quote(f"{name}={value}") for name, value in process.env.items()]
     first = [job.python, *process.argv[1:]] if process.argv[0] == "python" else list(process.argv)
     command = [*(["env", *variables] if variables else []), *(_quote(part, nodes) for part in first)]
-    kind = "trainers" if process.role == "trainer" else "others"
+    kind = "trainers" if process.is_trainer else "others"
     lines = [f"keep {process.name} {process.restarts} {kind}", " ".join(srun), " ".join(command) + " &"]
     return " \\\n    ".join(lines) + f"\n{kind}+=($!)"
 
