@@ -1,15 +1,10 @@
 """Start the ranks of one process group as processes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-SUPPORT = Path(__file__).parent
-PATIENCE_S = 600.0
-"""A busy machine takes minutes to import torch; only a hang takes longer."""
+from forked_scripts import ForkedScript
 
 
 def on_two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -21,23 +16,15 @@ def on_two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
 def on_ranks(count: int, script: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """`on_two_ranks` on `count` ranks."""
     out = folder / "result.json"
-    paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / script), str(rank), str(folder / "store"), str(out), *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    ranks = [
+        ForkedScript(script, rank, folder / "store", out, *arguments, output=folder / f"rank{rank}.output")
         for rank in range(count)
     ]
     try:
-        outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+        statuses = [rank.end() for rank in ranks]
     finally:
-        for process in processes:
-            process.kill()  # none is left if one hangs
-    assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
+        for rank in ranks:
+            rank.kill()  # none is left if one hangs
+    assert statuses == [0] * count, "\n".join(rank.said() for rank in ranks)
     result: dict[str, Any] = json.loads(out.read_text())
     return result

@@ -1,14 +1,11 @@
 """Controllers in the training loop: what they see, what is saved, and that a killed run goes on."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from controlled_runs import KINDS, controlled_trainer
+from forked_scripts import run_script
 from training_samples import assert_same_tensors, weights_of, without_times
 
 from ludic.errors import NonFiniteError
@@ -16,7 +13,6 @@ from ludic.files.checkpoints import STATE
 from ludic.training.controllers import load_controller_state
 
 STEPS = 4
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -96,12 +92,7 @@ def test_a_step_that_fails_leaves_them_as_they_were(kind):
 
 @pytest.mark.integration
 def test_two_ranks_have_the_same_coefficients():
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "controlled_ranks.py")], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(run_script("controlled_ranks.py").splitlines()[-1])
     first, second = said["ranks"]
     assert first == second
     for kind, alone in said["alone"].items():

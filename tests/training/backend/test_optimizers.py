@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 import types
 from importlib.util import find_spec
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_scripts import run_script
 from small_models import scoring_model
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
@@ -19,8 +18,6 @@ from ludic.models.lora import LoraSettings, apply_lora
 from ludic.training import CheckpointConfig, Trainer, make_grpo
 from ludic.training.backend.optimizers import hidden_matrices
 from ludic.training.backend.torch import build_optimizer
-
-SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def names_of(model, parameters):
@@ -166,12 +163,7 @@ def test_a_run_is_not_resumed_with_another_optimizer(tmp_path):
 @pytest.mark.integration
 def test_sharded_steps_and_resumed_ones_equal_those_of_one_process(tmp_path):
     cases = ["muon-half", "muon-lora", "adafactor-plain"] + ["adamw8bit-half"] * (find_spec("bitsandbytes") is not None)
-    paths = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(SUPPORT / "sharded_optimizers.py"), str(tmp_path), *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(run_script("sharded_optimizers.py", tmp_path, *cases))
     (_, norm), *ranks = found.pop("scale")
     assert found == {case: [0.0] * 3 for case in cases}
     assert ranks[0] == ranks[1]

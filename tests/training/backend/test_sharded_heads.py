@@ -2,14 +2,9 @@
 all logits of one process. `support/sharded_heads` runs them."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-SUPPORT = Path(__file__).parents[2] / "support"
+from forked_scripts import run_script
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sharded heads")]  # they share a run
 
@@ -18,16 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sharded heads")]
 def found(tmp_path_factory):
     """What `sharded_heads.py` found."""
     out = tmp_path_factory.mktemp("heads") / "found.json"
-    paths = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "sharded_heads.py"), str(out)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script("sharded_heads.py", out)
     return json.loads(out.read_text())
 
 

@@ -4,12 +4,10 @@ import asyncio
 import json
 import logging
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from forked_scripts import run_script
 from training_samples import DrawingSource, ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
 
 from ludic.errors import ConfigError, StopRequested
@@ -308,11 +306,8 @@ def test_without_callbacks_a_checkpoint_has_nothing_of_them(tmp_path):
 
 @pytest.mark.integration
 def test_two_ranks_stop_together_and_rank_0_alone_calls(tmp_path):
-    script = Path(__file__).parents[2] / "support" / "callback_ranks.py"
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
     ended = {"step": 4, "stop": "eval/loss was not better than 0.4 for 2 evaluations"}
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run_script("callback_ranks.py", tmp_path).splitlines()[-1])
     assert found["whole"] == [{**ended, "seen": [1, 2, 3, 4]}, {**ended, "seen": []}]
     assert "callbacks [], and rank 0 ['Failing']" in found["unequal"][1]
     assert "callbacks [], and rank 0 ['Failing']" in found["unequal"][0]

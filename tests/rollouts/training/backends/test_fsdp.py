@@ -2,21 +2,16 @@
 them."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from forked_scripts import run_script
 from training_samples import tiny_model
 
 from ludic.errors import ConfigError
 from ludic.models.sharding import find_large_modules
 from ludic.rollouts.training.backends.fsdp import FSDPConfig, FSDPTrainingBackend
 from ludic.rollouts.training.rl_losses import sft_loss
-
-SUPPORT = Path(__file__).parents[3] / "support"
 
 
 def test_without_a_process_group_the_error_says_how_to_make_one(tmp_path):
@@ -49,11 +44,7 @@ def test_large_modules_are_blocks_of_a_model_that_names_none():
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     out = tmp_path_factory.mktemp("fsdp") / "found.json"
-    paths = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(SUPPORT / "fsdp_backends.py"), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script("fsdp_backends.py", out)
     return json.loads(out.read_text())
 
 
