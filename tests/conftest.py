@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import tempfile
+import time
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # set before torch is imported: spinning threads slow down a busy machine
 
@@ -29,6 +30,8 @@ os.environ["LUDIC_SERVER_SECRETS"] = tempfile.mkdtemp(
     prefix="ludic-test-secrets-"
 )  # keeps tests away from the secrets of real servers
 
+FROZEN = pytest.StashKey[float]()
+
 torch.set_num_threads(1)  # the models of most tests are too small to profit from a second thread
 
 
@@ -42,18 +45,28 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
 
 
-def pytest_runtest_teardown():
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
     """Each test begins with one thread. A command sets the threads of its run, and those after it
     would compete with the other processes of tests, and round otherwise than alone."""
     torch.set_num_threads(1)
+    if time.monotonic() > item.session.stash[FROZEN] + 5.0:
+        _freeze(item.session)  # what was imported since then, too
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     """The garbage collector looks at no module or test again, and collects less often: with the
     default of 700 new objects it took a fifteenth of the time of all tests."""
+    _freeze(session)
+    gc.set_threshold(50_000, 20, 20)
+
+
+def _freeze(session):
+    """Each command collects all garbage (`settle_memory`), a quarter of its time if nothing is
+    frozen."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    session.stash[FROZEN] = time.monotonic()
 
 
 settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
