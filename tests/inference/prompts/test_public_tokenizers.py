@@ -2,8 +2,9 @@
 begin tokens are those of transformers. `make smollm2` and `make gemma3` fetch the folders."""
 
 import asyncio
+import copy
 import json
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from playing import play
 from rendering_commands import ASKED, SAID, last_trained, prompt_of, prompts_of_commands, write_rows
 from training_samples import assert_same_tensors, cpu_config, gradients_of
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
@@ -29,12 +31,13 @@ from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss import logprobs
 from ludic.training.preflight.layouts import with_right_layout
 from ludic.training.samples.conversations import ChatTokenizer
 from ludic.types import TokenTrace
 
 pytestmark = pytest.mark.integration
-MODELS = Path(__file__).parents[2] / "target" / "models"
+MODELS = Path(__file__).parents[3] / "target" / "models"
 GEMMA = (
     "{{ bos_token }}{%- if messages[0].role == 'system' -%}{%- set first = messages[0].content + '\n\n' -%}"
     "{%- set messages = messages[1:] -%}{%- else -%}{%- set first = '' -%}{%- endif -%}"
@@ -52,13 +55,29 @@ TALKS = {
     "system and turns": [SYSTEM, *ASKED, *SAID, {"role": "user", "content": "Again?\n"}],
 }
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+READ = AutoTokenizer.from_pretrained
 SUPERVISED = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
+
+
+@lru_cache(maxsize=4)
+def read_tokenizer(place, changed, options):
+    return READ(place, **dict(options))
+
+
+def copy_of_tokenizer(place, **options):
+    """Gemma's takes three seconds to read, and each command reads it. Of files that have not
+    changed it gets a copy, whose template and special tokens are its own."""
+    changed = tuple(sorted((path.name, path.stat().st_mtime_ns) for path in Path(place).iterdir()))
+    return copy.copy(read_tokenizer(str(place), changed, tuple(sorted(options.items()))))
+
+
+@pytest.fixture(autouse=True)
+def read_once(monkeypatch):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", copy_of_tokenizer)
 
 
 @cache
 def tokenizer_of(name):
-    from transformers import AutoTokenizer
-
     if not (MODELS / name).is_dir():
         pytest.skip(f"target/models/{name} does not exist; `make {name}` makes it")
     tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
@@ -67,14 +86,14 @@ def tokenizer_of(name):
     return tokenizer
 
 
-def tiny(name):
+def tiny(name, **changes):
     """A random model of the folder's config with two narrow layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer_of(name)
     config = AutoConfig.from_pretrained(MODELS / name)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
-    for key, value in {**sizes, "num_key_value_heads": 1, "initializer_range": 0.1}.items():
+    for key, value in {**sizes, "num_key_value_heads": 1, "initializer_range": 0.1, **changes}.items():
         setattr(config, key, value)
     if name == "gemma3":
         config.layer_types = ["sliding_attention", "full_attention"]
@@ -177,8 +196,11 @@ def long_items(draw):
 
 
 @pytest.mark.parametrize("logits", ["full", "chunked"])
-def test_layouts_beyond_the_sliding_window_have_the_gradient_of_each_sample_alone(logits):
-    model, items = tiny("gemma3"), long_items(np.random.default_rng(0))
+def test_layouts_beyond_the_sliding_window_have_the_gradient_of_each_sample_alone(logits, monkeypatch):
+    """Of the vocabulary only what the samples have: all logits of one would be 670 MB. Four rows of
+    it are a chunk, as of the whole."""
+    model, items = tiny("gemma3", vocab_size=1000), long_items(np.random.default_rng(0))
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4 * 1000)
 
     def backward(make, **options):
         cfg = cpu_config(**{"max_seq_len": 640, "micro_token_budget": 4000, **options})
