@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
     ["ludic.distribution", "ludic.errors", "ludic.event_loop", "ludic.importing", "ludic.user_objects", "ludic._core"],
     ["ludic.columns", "ludic.types", "ludic.files"],
+    ["ludic.images"],
     ["ludic.launch"],
     ["ludic.models", "ludic.parsers", "ludic.data", "ludic.context"],
     ["ludic.inference"],

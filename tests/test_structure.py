@@ -58,6 +58,7 @@ FOREIGN_OBJECTS = {
     "envs": "foreign environments and their values, a user's runner, the standard library of this platform",
     "eval": "a user's argparse.Namespace",
     "files": "numpy and torch",
+    "images": "an image of a user, an array or one of Pillow",
     "inference": "transformers, PEFT, torch, openai, vLLM and a tokenizer",
     "interaction": "a user's agent and environment",
     "models": "transformers, PEFT, bitsandbytes and wrappers of torch",

@@ -1,13 +1,17 @@
 """Traces, steps, rollouts and samples with byte-tokenizer ids."""
 
+import copy
 import json
 import logging
+import pickle
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from image_spans import span_lists
 
-from ludic.errors import LudicError
+from ludic.errors import DataError, LudicError
+from ludic.files.json_values import encode_lines, make_encodable
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.training.types import (
     ActorTokenLogps,
@@ -20,7 +24,7 @@ from ludic.training.types import (
     SAWItem,
     has_actor_logps,
 )
-from ludic.types import ChatResponse, Rollout, Snapshot, Step, StepOutcome, TokenTrace, group_of
+from ludic.types import ChatResponse, ImageSpan, Rollout, Snapshot, Step, StepOutcome, TokenTrace, group_of, read_spans
 
 TOKENIZER = make_byte_tokenizer()
 ids = st.lists(st.integers(0, 2**31 - 1))
@@ -171,3 +175,53 @@ def test_a_request_defaults_to_one_episode_with_unset_seeds():
 def test_the_group_id_comes_from_the_request_or_is_none():
     assert group_of({"request_meta": {"group_id": "g1"}, "group_id": "other"}) == "g1"
     assert [group_of(meta) for meta in ({}, {"request_meta": None}, {"request_meta": {}})] == [None, None, None]
+
+
+@given(prompt=span_lists(["a" * 32, "b" * 32]), candidates=st.sampled_from([None, [[1, 2]]]))
+def test_a_trace_with_images_survives_each_way_through_json(prompt, candidates):
+    ids, spans = prompt
+    trace = TokenTrace(ids, [7], [-0.5], "stop", candidates, spans)
+    assert TokenTrace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
+    [line] = encode_lines([{"steps": [Step(0, "a", "b", None, 0.0, False, True, {}, trace)]}])
+    assert TokenTrace.from_dict(json.loads(line)["steps"][0]["trace"]) == trace
+    assert TokenTrace.from_dict(make_encodable(trace)) == trace
+    assert TokenTrace.from_arrays(ids, [7], [-0.5], "stop", spans) == TokenTrace(ids, [7], [-0.5], "stop", None, spans)
+    response = ChatResponse("b", [7], [-0.5], "stop", ids, candidates, spans)
+    assert response.to_trace() == response.to_arrays().to_trace() == trace
+
+
+def test_a_trace_without_images_is_the_json_that_it_was():
+    trace = TokenTrace([1], [2], None, "stop", images=())
+    keys = ["prompt_token_ids", "completion_token_ids", "completion_logprobs", "finish_reason", "candidates"]
+    [line] = encode_lines([{"trace": trace}])
+    for content in (trace.to_dict(), json.loads(line)["trace"], make_encodable(trace)):
+        assert list(content) == keys
+    assert trace.images == copy.deepcopy(trace).images == pickle.loads(pickle.dumps(trace)).images == ()
+    assert trace == TokenTrace([1], [2], None, "stop")
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("a", 2, 2)],
+        [("a", -1, 1)],
+        [("a", 0, 0)],
+        [("a", 0, 2), ("b", 1, 1)],
+        [("a", 1, 1), ("b", 0, 1)],
+        [("a", 0)],
+        [("a", 0.0, 1)],
+        [("a", True, 1)],
+        [(7, 0, 1)],
+        ["abc"],
+        [None],
+    ],
+)
+def test_spans_lie_in_the_prompt_one_after_the_other(spans):
+    with pytest.raises(DataError, match=r"images has .* after \d of 3 tokens"):
+        TokenTrace([1, 2, 3], [4], images=tuple(spans))
+    with pytest.raises(DataError, match="images has"):
+        TokenTrace.from_dict({"prompt_token_ids": [1, 2, 3], "completion_token_ids": [4], "images": spans})
+
+
+def test_spans_are_read_from_lists_of_json():
+    assert read_spans([["a", 0, 1], ["b", 1, 2]], 3) == (ImageSpan("a", 0, 1), ImageSpan("b", 1, 2))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ludic.columns import append_ids, int_column
 from ludic.training import ConstantCredit
-from ludic.training.batching.packing import table_of_items
+from ludic.training.batching.token_columns import table_of_items
 from ludic.training.rollouts.to_samples import batch_from_rollouts
 from ludic.types import Rollout, Step, TokenTrace
 

@@ -7,10 +7,10 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from reprlib import recursive_repr
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ludic.errors import DataError, DataTypeError
 
@@ -21,9 +21,51 @@ T = TypeVar("T")
 JSON = str | int | float | bool | None | dict[str, Any] | list[Any]
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`; tool messages have more keys."""
-Observation = str
+Observation = str | list[dict[str, Any]]
+"""Text, or a list of parts of text and stored images (`ludic.images.content`)."""
 Info = dict[str, Any]
 """Extra information from an environment or a client. Values are JSON."""
+
+
+class ImageSpan(NamedTuple):
+    """Where an image is in a list of token ids: from its first placeholder to its last. Marks that
+    a processor writes between placeholders, such as the ends of its rows, are in it.
+
+    Example: an image in ids [5, 9, 9, 6] with the placeholder 9 has start 1 and length 2.
+    """
+
+    digest: str
+    """Of the image in the store (`ludic.images.store`)."""
+    start: int
+    length: int
+
+
+def cut_spans(spans: Sequence[ImageSpan], begin: int, *, end: int | None = None, to: int = 0) -> tuple[ImageSpan, ...]:
+    """The images from token `begin` on, and before `end`, where token `begin` comes to be at `to`.
+    Example: an image at [5, 9), cut at 3, is at [2, 6)."""
+    return tuple(
+        span._replace(start=span.start - begin + to)
+        for span in spans
+        if begin <= span.start and (end is None or span.start < end)
+    )
+
+
+def read_spans(spans: Any, num_tokens: int) -> tuple[ImageSpan, ...]:
+    """The spans of images in `num_tokens` ids, from spans or from lists of JSON. Raises DataError
+    unless each is in the ids and begins after the one before.
+
+    Example: `[["3fa9...", 1, 2]]` in 4 ids is `(ImageSpan("3fa9...", 1, 2),)`.
+    """
+    read: list[ImageSpan] = []
+    end = 0
+    for span in spans:
+        kinds = [type(part) for part in span] if isinstance(span, list | tuple) else []
+        if kinds != [str, int, int] or not end <= span[1] < span[1] + span[2] <= num_tokens:
+            raise DataError(f"images has {span!r:.80} after {end} of {num_tokens} tokens; give [digest, start, length] in order")
+        read.append(ImageSpan(*span))
+        end = span[1] + span[2]
+    return tuple(read)
+
 
 _TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
 TRACE_KEYS = frozenset(_TOKEN_FIELDS)
@@ -147,12 +189,18 @@ class TokenTrace:
     candidates: list[list[int]] | None = None
     """[C] the ids that each token was sampled among, if top-p, top-k or min-p left some out; [] for
     all. None if the engine does not keep them."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the prompt, in order. JSON of a trace without any does not have the key."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "completion_token_ids"):
             ids = stored(self, name)
             if not (is_column(ids) or is_list_of(ids, int)):
                 raise DataTypeError(f"{name} must be a list of int, got {_described(ids, int)}")
+        if self.images:
+            self.__dict__["images"] = read_spans(self.images, len(stored(self, "prompt_token_ids")))
+        else:
+            self.__dict__.pop("images", None)  # the class has (); encoders that read `__dict__` write nothing
         logps, num_tokens = stored(self, "completion_logprobs"), len(stored(self, "completion_token_ids"))
         if logps is None:
             return
@@ -162,24 +210,32 @@ class TokenTrace:
             raise DataError(f"completion_logprobs has {len(logps)} values for {num_tokens} tokens; it must have one for each")
 
     @classmethod
-    def from_arrays(cls, prompt: Any, completion: Any, logprobs: Any = None, finish_reason: str | None = None) -> TokenTrace:
+    def from_arrays(
+        cls,
+        prompt: Any,
+        completion: Any,
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        images: Sequence[ImageSpan] = (),
+    ) -> TokenTrace:
         """A trace that holds arrays, from sequences or arrays of ids [P] and [C] and of
         log-probabilities [C]. Read, it equals the trace of lists. Raises DataTypeError for other
         types, DataError for ids beyond 32 bits."""
         from ludic.columns import float_column, int_column  # loads numpy
 
         logps = None if logprobs is None else float_column(logprobs)
-        return cls(int_column(prompt), int_column(completion), logps, finish_reason)  # type: ignore[arg-type]
+        return cls(int_column(prompt), int_column(completion), logps, finish_reason, images=tuple(images))  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object that `from_dict` reads back."""
-        return asdict(self)
+        content = {**asdict(self), "images": [list(span) for span in self.images]}
+        return content if self.images else {name: value for name, value in content.items() if name != "images"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TokenTrace:
         prompt, completion = list(data["prompt_token_ids"]), list(data["completion_token_ids"])
         logps, finish_reason = _copy_list(data.get("completion_logprobs")), data.get("finish_reason")
-        return cls(prompt, completion, logps, finish_reason, data.get("candidates"))
+        return cls(prompt, completion, logps, finish_reason, data.get("candidates"), tuple(data.get("images") or ()))
 
 
 def is_list_of(value: object, *kinds: type) -> bool:
@@ -216,6 +272,8 @@ class ChatResponse:
     """[P] ids of the rendered prompt."""
     candidates: list[list[int]] | None = None
     """As in a `TokenTrace`."""
+    images: tuple[ImageSpan, ...] = ()
+    """As in a `TokenTrace`."""
 
     def __post_init__(self) -> None:
         ids, logps = stored(self, "completion_token_ids"), stored(self, "completion_logprobs")
@@ -249,7 +307,7 @@ class ChatResponse:
         prompt, completion, logps = (_copy_list(stored(self, name)) for name in _TOKEN_FIELDS)
         if prompt is None or completion is None:
             return None
-        return TokenTrace(prompt, completion, logps, self.finish_reason, self.candidates)
+        return TokenTrace(prompt, completion, logps, self.finish_reason, self.candidates, self.images)
 
 
 def _copy_list(values: Any) -> Any:
@@ -261,7 +319,7 @@ def _copy_list(values: Any) -> Any:
 class StepOutcome:
     """The response of an environment to an action."""
 
-    obs: str
+    obs: Observation
     """What the agent sees next."""
     reward: float
     truncated: bool
@@ -279,7 +337,7 @@ class Snapshot:
     env_kind: str
     version: str
     episode_id: str
-    obs: str
+    obs: Observation
     world: dict[str, JSON]
     created_ns: int = field(default_factory=time.time_ns)
 
@@ -293,10 +351,10 @@ class Step:
 
     index: int
     """Position in the rollout, from 0."""
-    prev_obs: str
+    prev_obs: Observation
     action: str
     """The raw text of the model."""
-    next_obs: str | None
+    next_obs: Observation | None
     """None after the last step."""
     reward: float
     truncated: bool

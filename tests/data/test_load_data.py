@@ -161,7 +161,8 @@ MESSAGE_FAULTS = [
     ([USER, {"role": "bot", "content": "x"}], r"role of messages\[1\] \('bot'\) .*system"),
     ([{"content": "x"}], r"the role of messages\[0\] \(None\)"),
     ([{"role": "user"}], r"content of messages\[0\] .*text, not nothing"),
-    ([{"role": "user", "content": [{"type": "image"}]}], r"content of messages\[0\] .*text, not list"),
+    ([{"role": "assistant", "content": [{"type": "image"}]}], r"content of messages\[0\] .*text, not list"),
+    ([{"role": "user", "content": ["red"]}], r"content of messages\[0\] .*text, not list"),
     ("hello", r"messages must be a list .*not str"),
 ]
 

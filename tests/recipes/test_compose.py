@@ -14,7 +14,18 @@ from ludic.training.config import TrainerConfig
 def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
     benchmarks = ["eval-aime-2024", "eval-aime-2025", "eval-gsm8k", "eval-ifeval", "eval-math-500"]
     public = ["gsm8k", "gsm8k-tools", "math", "maxent", "mbpp"]
-    assert list_builtin_recipes() == ["addition", "code", "data", "errand", *benchmarks, *public, "sort", "tictactoe", "tools"]
+    assert list_builtin_recipes() == [
+        "addition",
+        "code",
+        "data",
+        "errand",
+        *benchmarks,
+        *public,
+        "shapes",
+        "sort",
+        "tictactoe",
+        "tools",
+    ]
     for name in list_builtin_recipes():
         recipe = compose([name])
         assert recipe.recipe == name

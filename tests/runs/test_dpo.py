@@ -316,7 +316,7 @@ def test_prompts_are_those_of_the_pairs_and_samples_follow_from_the_seed() -> No
     from ludic.training.samples.preference import preference_dataset_to_saw_items
 
     items = preference_dataset_to_saw_items([*rows(2), *rows(2)], tokenizer)
-    prompts = [tokenizer.decode(ids) for ids in list_prompts(items)]
+    prompts = [tokenizer.decode(ids) for ids, _ in list_prompts(items)]
     assert prompts == ["0+1=", "1+1="]
     policy = tiny_model().eval()
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_vision import make_tiny_vision
 from torch.profiler import ProfilerActivity, profile
 
 from ludic.models.byte_tokenizer import make_byte_tokenizer
@@ -113,3 +114,12 @@ def test_remedies_save_memory() -> None:
     assert remedies["all of these"].peak == min(one.peak for one in remedies.values())
     assert remedies["all of these"].peak < own.peak / 4
     assert remedies["rollout.concurrency=8"].kv_cache < own.kv_cache
+
+
+def test_a_frozen_tower_has_weights_and_no_gradients(tmp_path):
+    model, _ = make_tiny_vision("qwen2_vl")
+    model.save_pretrained(tmp_path)
+    tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    frozen, trained = (estimate(f"model={tmp_path}", f"images.tower={each}") for each in ("frozen", "trained"))
+    assert frozen.parameters == trained.parameters == trained.trained == sum(each.numel() for each in model.parameters())
+    assert trained.trained - frozen.trained == tower

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_vision import make_picture, make_tiny_vision
 
-from ludic.envs import SingleAgentEnv
+from ludic.envs import PromptEnv, SingleAgentEnv
 from ludic.errors import ConfigError
+from ludic.images.content import image_part
+from ludic.images.store import current_store
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
 from ludic.runs.trial import try_task
@@ -73,6 +76,32 @@ class OneTurnTask:
 
     def make_env(self, problem):
         return Counting()
+
+
+class Looking(Count):
+    """A picture in each question."""
+
+    def make_env(self, episode):
+        shown = {
+            "role": "user",
+            "content": [image_part(current_store().add(make_picture(16, 16))), {"type": "text", "text": "?"}],
+        }
+        return PromptEnv({"prompt": [shown]})
+
+    def demonstrations(self, count, rng):
+        return [[Turn([make_picture(16, 16), "?"], "one")] for _ in range(count)]
+
+
+def test_a_task_of_pictures_is_tried_with_a_model_that_sees_them():
+    model, processor = make_tiny_vision("qwen2_vl")
+    processor._store = current_store()
+    task, recipe = type("Mine", (Looking,), {"max_turns": 1})(), compose(["tools"])
+    try_task(recipe, as_episodic(task), processor.tokenizer, model)
+    with pytest.raises(ConfigError, match="reads text alone"):
+        try_task(recipe, as_episodic(task), processor.tokenizer, MODEL)
+    task = type("Mine", (Looking,), {"demonstrations": lambda self, count, rng: [[Turn(5, "one")]]})()
+    with pytest.raises(ConfigError, match=r"Mine\.demonstrations returned"):
+        try_task(recipe, as_episodic(task), processor.tokenizer, model)
 
 
 def run_trial(task, *settings):

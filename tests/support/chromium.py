@@ -160,5 +160,6 @@ class Chromium:
             self.problems.append(f"dialog: {event['message']}")
         elif method == "Network.requestWillBeSent":
             url = event["request"]["url"].split("#")[0]
-            if url not in (self.url, "about:blank") and not (self._site and url.startswith((self._site, "data:"))):
+            is_own = url.startswith("data:") or bool(self._site and url.startswith(self._site))  # data: is in the page
+            if url not in (self.url, "about:blank") and not is_own:
                 self.problems.append(f"request: {url[:200]}")

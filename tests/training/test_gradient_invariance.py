@@ -1,15 +1,19 @@
-"""The gradient of a mini-batch does not depend on packing, on order, on which samples of weight
-zero are run, or on whether logits are computed."""
+"""The gradient of a mini-batch, of text or with images, does not depend on packing, on order, on
+which samples of weight zero are run, on whether logits are computed, or on passes of the tower."""
 
 import asyncio
+import random
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from image_items import add_pictures, image_item
+from image_samples import bind_features
 from policy_losses import LOSSES
 from preference_samples import reward_model, rm_config, sorted_pairs
+from tiny_vision import make_tiny_qwen2_vl
 from training_samples import (
     ListSource,
     assert_same_tensors,
@@ -21,6 +25,8 @@ from training_samples import (
     weights_of,
 )
 
+from ludic.models.images.processor import find_processor
+from ludic.models.packed_attention import PACKED, set_attention
 from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_bradley_terry, make_grpo
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching import tree_batches
@@ -49,13 +55,28 @@ def every_common_token_is_shared(monkeypatch):
 
 
 @cache
-def model():
-    return tiny_model()
+def model(kind="text"):
+    if kind == "text":
+        return tiny_model()
+    seeing, _ = make_tiny_qwen2_vl()
+    set_attention(seeing, PACKED)
+    return seeing
 
 
 @cache
-def samples():
-    return tuple(sorting_items(COUNT, seed=3))
+def samples(kind="text"):
+    if kind == "text":
+        return tuple(sorting_items(COUNT, seed=3))
+    processor, draw = find_processor(model(kind)), random.Random(3)
+    one, two = add_pictures(processor, [(16, 16), (16, 16)])
+    prompts = [["?", one], ["?", two], ["?", one, "&", two, "!"], ["none?"]]
+    items = []
+    for index in range(COUNT):
+        answer = [draw.randint(97, 122) for _ in range(draw.randint(1, 9))]
+        item, _ = image_item(processor, prompts[index % 4], answer, index=index, logps=[-5 - draw.random() for _ in answer])
+        item.weight = draw.choice([-1.0, 0.0, 0.5, 1.5])
+        items.append(item)
+    return tuple(items)
 
 
 def algorithm(name):
@@ -63,40 +84,46 @@ def algorithm(name):
 
 
 @cache
-def unsplit_gradient(name):
+def unsplit_gradient(name, kind="text"):
     """One padded batch of all samples, directly through the loss, without a plan, totals or
     skipping."""
-    batch = collate_saw_items(samples(), pad_token_id=0, device="cpu")
-    model().zero_grad(set_to_none=True)
-    loss, _ = algorithm(name).compute_loss(model(), batch)
+    batch = collate_saw_items(samples(kind), pad_token_id=0, device="cpu")
+    model(kind).zero_grad(set_to_none=True)
+    if kind == "images":
+        batch["images"] = bind_features(model(kind), batch["images"])
+    loss, _ = algorithm(name).compute_loss(model(kind), batch)
     loss.backward()
-    return gradients_of(model()), loss.item()
+    return gradients_of(model(kind)), loss.item()
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
+    kind=st.sampled_from(["text", "images"]),
     order=st.permutations(range(COUNT)),
     budget=st.integers(20, 260),
     layout=st.sampled_from(["greedy", "optimal", "padding_free", "trees"]),
     overhead_tokens=st.sampled_from([0, 64, 256]),
     skip=st.booleans(),
     logits=st.sampled_from(["full", "chunked"]),
+    patches=st.sampled_from([16, 32]),
 )
-def test_the_gradient_equals_that_of_the_unsplit_batch(name, order, budget, layout, overhead_tokens, skip, logits):
-    expected, expected_loss = unsplit_gradient(name)
+def test_the_gradient_equals_that_of_the_unsplit_batch(kind, name, order, budget, layout, overhead_tokens, skip, logits, patches):
+    expected, expected_loss = unsplit_gradient(name, kind)
     trees = layout == "trees"
     packed = {"prefix_sharing": "tree"} if trees else {"prefix_sharing": "off", "packing": layout}
-    cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, overhead_tokens=overhead_tokens, logits=logits, **packed)
-    macro = MacroBatch.ingest([samples()[index] for index in order], cfg.max_seq_len)
+    sizes = {"max_seq_len": 20, "micro_token_budget": budget, "image_patch_budget": patches}
+    cfg = cpu_config(overhead_tokens=overhead_tokens, logits=logits, **sizes, **packed)
+    macro = MacroBatch.ingest([samples(kind)[index] for index in order], cfg.max_seq_len)
     skips = skip and LOSSES[name].zero_weight_is_zero_gradient
     mini_batch = (TreeMiniBatch if trees else MiniBatch)(macro, np.arange(COUNT), cfg, skip_zero_weight=skips)
     assert getattr(mini_batch, "has_trees", False) == trees
-    backend = TorchBackend(model(), cfg, algo=algorithm(name))
+    backend = TorchBackend(model(kind), cfg, algo=algorithm(name))
     assert backend.shares_prefixes == trees
-    model().zero_grad(set_to_none=True)
+    model(kind).zero_grad(set_to_none=True)
     result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
-    assert_same_tensors(gradients_of(model()), expected, atol=1e-6 * max(1.0, largest(expected)))
+    assert result.images.get("images/distinct") == (None if kind == "text" else 2)
+    assert_same_tensors(gradients_of(model(kind)), expected, atol=1e-6 * max(1.0, largest(expected)))
     assert result.loss.item() == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
 
 
@@ -195,6 +222,8 @@ def largest(gradients):
 def test_the_expected_gradients_are_not_zero():
     for name in LOSSES:
         assert largest(unsplit_gradient(name)[0]) > 1e-3, name
+        seeing, _ = unsplit_gradient(name, "images")
+        assert largest({part: gradient for part, gradient in seeing.items() if "visual" in part}) > 1e-3, name
 
 
 class DescentTrainer(Trainer):

@@ -3,6 +3,7 @@ handled."""
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 from playing import FOR_RL, Counting, ScriptedClient, protocol, tokenizer
@@ -21,6 +22,7 @@ from ludic.training import (
     RolloutRequest,
     make_grpo_with_rm,
 )
+from ludic.types import ImageSpan
 
 TRACE = ([53, 46, 53, 64], [55, 2], [-0.1, -0.2], "stop")
 
@@ -66,6 +68,17 @@ def test_a_render_function_takes_precedence():
     scorer = RewardModelScorer(client, render_fn=lambda r: r.steps[-1].action, policy_tokenizer=tokenizer())
     score(scorer, rollout("r", ("2+2=", "4"), ids=TRACE))
     assert client.calls[0][0] == ["4"]
+
+
+def test_a_model_that_is_sent_text_does_not_score_answers_to_images():
+    seeing = rollout("a", ("what?", "4"), ids=TRACE)
+    seeing.steps[-1].trace = replace(seeing.steps[-1].trace, images=(ImageSpan("a", 0, 2),))
+    client, blind = FakeRewardModel(tokenizer=tokenizer()), rollout("b", ("2+2=", "4"), ids=TRACE)
+    errors = score(RewardModelScorer(client, policy_tokenizer=tokenizer()), seeing, blind)
+    assert "rollout a has images" in str(errors["a"])
+    assert list(errors) == ["a"]
+    assert score(RewardModelScorer(client, render_fn=lambda one: "described"), seeing) == {}
+    assert client.calls[-1][0] == ["described"]
 
 
 class Template:

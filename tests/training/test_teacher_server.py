@@ -1,6 +1,7 @@
 """A teacher behind a server gives the step of a frozen copy; one that cannot teach is refused."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from training_samples import TOKENIZER, ListSource, assert_same_tensors, cpu_con
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerUnreachableError
 from ludic.inference.vllm.prompt_logprobs import PromptLogprobsClient
-from ludic.training import FrozenModel, TeacherServer, Trainer, make_opd
+from ludic.training import FrozenModel, TeacherServer, Trainer, collate_saw_items, make_opd
+from ludic.training.batching.packing import MicroBatch
 from ludic.training.loss import compute_token_logp
+from ludic.types import ImageSpan
 
 CFG = {"max_seq_len": 120, "micro_token_budget": 200}
 QUICK = {"timeout_s": 10.0, "backoff_s": 0.001}
@@ -65,6 +68,13 @@ def test_turns_that_share_a_row_are_sent_in_one_prompt_without_padding(server):
     sent = sorted(tuple(row) for body in bodies for row in body["prompt"])
     last = {item.meta["rollout_id"]: tuple(item.input_ids) for item in episodes((1, 3, 2, 1))}
     assert sent == sorted(last.values())
+
+
+def test_a_server_of_text_does_not_score_samples_with_images(server):
+    teacher = TeacherServer(server.url, TOKENIZER, cpu_config(**CFG), **QUICK)
+    item = replace(episodes()[0], images=(ImageSpan("a", 0, 1),))
+    with pytest.raises(DataError, match="the samples have images"):
+        teacher.logps(MicroBatch(collate_saw_items([item], pad_token_id=0, device="cpu"), 1))
 
 
 def test_a_teacher_that_cannot_teach_is_refused(server):

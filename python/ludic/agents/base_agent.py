@@ -13,7 +13,7 @@ from ludic.inference.client import ChatClient
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest
 from ludic.parsers import Parser, ParseResult
-from ludic.types import TRACE_KEYS, ChatResponse, Info, Message, TokenTrace
+from ludic.types import TRACE_KEYS, ChatResponse, Info, Message, Observation, TokenTrace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,11 +77,11 @@ class Agent:
         """Begin an episode."""
         self._ctx.reset(system_prompt=system_prompt)
 
-    def on_env_reset(self, obs: str, info: Info) -> None:
+    def on_env_reset(self, obs: Observation, info: Info) -> None:
         self._template_kwargs = read_template_kwargs(info, "the environment's reset")
         self._ctx.on_env_reset(obs, info)
 
-    def on_after_step(self, obs: str, info: Info) -> None:
+    def on_after_step(self, obs: Observation, info: Info) -> None:
         self._ctx.on_after_step(obs, info)
 
     async def act(

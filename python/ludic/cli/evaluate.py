@@ -27,6 +27,7 @@ from rich.progress import Progress
 from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError, check_value
 from ludic.files.atomic import write_text
+from ludic.images.store import ImageStore, use_store
 from ludic.models.places import check_place
 from ludic.recipes.compose import choose_devices, compose, config_hash, list_builtin_recipes, to_yaml
 from ludic.recipes.overrides import Override, parse_override
@@ -86,7 +87,8 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt
         console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", markup=False)
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        images = use_store(ImageStore(folder / "images"))
+        with images, Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             shown = bar.add_task("episodes", total=episodes)
             engine = make_engine(
                 task,

@@ -30,6 +30,7 @@ from rich.console import Console
 
 from ludic.cli.settings import read_recipe_with_model
 from ludic.errors import ConfigError, DataError
+from ludic.images.store import ImageStore, use_store
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import INTERRUPTED, quiet_libraries, run_with_console
 from ludic.types import Rollout, stored
@@ -114,7 +115,8 @@ def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: T
                 counts.add(played, kept, len(batch))
                 note(f"{counts.episodes} of {episodes} episodes, {counts.kept} kept, mean reward {counts.reward:.3f}")
 
-    asyncio.run(play())
+    with use_store(ImageStore(out.parent / "images")):
+        asyncio.run(play())
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ludic.types import ChatResponse, Info, Message
+from ludic.types import ChatResponse, Info, Message, Observation
 
 
 class ContextStrategy(ABC):
@@ -38,7 +38,7 @@ class ContextStrategy(ABC):
         return self._default_system_prompt
 
     @abstractmethod
-    def on_env_reset(self, obs: str, info: Info) -> None:
+    def on_env_reset(self, obs: Observation, info: Info) -> None:
         """Called at the start of the episode with the first observation."""
 
     @abstractmethod
@@ -50,7 +50,7 @@ class ContextStrategy(ABC):
         """Called with the model's response."""
 
     @abstractmethod
-    def on_after_step(self, next_obs: str, info: Info) -> None:
+    def on_after_step(self, next_obs: Observation, info: Info) -> None:
         """Called with the environment's next observation."""
 
     def add_assistant_step(self, content: str | None, tool_calls: list[dict[str, Any]] | None) -> None:
@@ -80,7 +80,7 @@ class FullDialog(ContextStrategy):
     message in it replaces the context's own.
     """
 
-    def on_env_reset(self, obs: str, info: Info) -> None:
+    def on_env_reset(self, obs: Observation, info: Info) -> None:
         given = info.get("messages")
         opening: list[Message] = []
         if isinstance(given, list) and all(isinstance(message, dict) and "role" in message for message in given):
@@ -95,7 +95,7 @@ class FullDialog(ContextStrategy):
     def on_after_act(self, assistant_response: ChatResponse) -> None:
         self._messages.append({"role": "assistant", "content": assistant_response.text})
 
-    def on_after_step(self, next_obs: str, info: Info) -> None:
+    def on_after_step(self, next_obs: Observation, info: Info) -> None:
         self._messages.append({"role": "user", "content": next_obs})
 
 

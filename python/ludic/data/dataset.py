@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -119,7 +120,7 @@ def load_data(
     fill = _fill_columns(table.rows, columns or {}, source)
     rows = _change(table.rows, fill, streaming)
     if kind in (None, "preference") and has_scored_responses(rows[0]):
-        table = convert_scores(Table(table.name, table.unit, rows, table.numbers))
+        table = convert_scores(replace(table, rows=rows))
         rows = table.rows
     kind = kind or next((name for name, needed in REQUIRED.items() if rows[0].keys() >= set(needed)), None)
     if kind is None:
@@ -205,7 +206,7 @@ def convert_scores(table: Table) -> Table:
         logger.warning("%s: left out %d rows whose two scores are equal", table.name, len(equal))
     if not rows:
         raise DataError(f"{table.name}: the two scores are equal in every row; there is no preference to learn")
-    return Table(table.name, table.unit, rows, numbers, equal)
+    return replace(table, rows=rows, numbers=numbers, equal_scores=equal)
 
 
 def _first_is_better(row: Row, where: str) -> bool | None:
@@ -310,7 +311,7 @@ def load_mixture(
     it came from (`DataSet.where`). Raises ConfigError if a weight takes no row, or if some data
     sets have text and others messages, and whatever `load_data` raises.
     """
-    taken: list[tuple[Row, str]] = []
+    taken: list[tuple[Row, str, Path | None]] = []
     forms: dict[bool, str] = {}
     for entry in mixture.datasets:
         loaded = load_data(entry.id, kind=kind, columns=columns, config=entry.config, split=entry.split)
@@ -323,14 +324,16 @@ def load_mixture(
         drawn = entry.draw(len(loaded), mixture.seed)
         if not drawn:
             raise ConfigError(f"the weight of {entry.id} ({entry.weight}) takes none of its {len(loaded)} rows; raise it")
-        taken += [({name: loaded[index][name] for name in kept}, loaded.where(index)) for index in drawn]
+        own = loaded.table
+        taken += [({name: loaded[index][name] for name in kept}, own.where(index), own.folder_of(index)) for index in drawn]
     if len(forms) > 1:
         raise ConfigError(f"the prompts of {forms[True]} are messages and of {forms[False]} text; mix data of one form")
     Random(mixture.seed).shuffle(taken)
-    names = dict.fromkeys(name for row, _ in taken for name in row)
-    rows = [{name: row.get(name) for name in names} for row, _ in taken]
+    names = dict.fromkeys(name for row, *_ in taken for name in row)
+    rows = [{name: row.get(name) for name in names} for row, *_ in taken]
     name = " + ".join(entry.id for entry in mixture.datasets)
-    table = Table(name, "row", rows, range(1, len(rows) + 1), places=[place for _, place in taken])
+    places, folders = [place for _, place, _ in taken], [folder for *_, folder in taken]
+    table = Table(name, "row", rows, range(1, len(rows) + 1), places=places, folders=folders)
     return DataSet(kind, next(iter(forms)), table)
 
 

@@ -74,6 +74,9 @@ def _find_value_fault(name: str, value: Any, kind: Kind, conversational: bool) -
         if message.get("role") not in ROLES:
             return f"the role of {where} ({message.get('role')!r}) must be one of {', '.join(ROLES)}"
         content = message.get("content")
+        has_parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+        if has_parts and message["role"] != "assistant":
+            continue
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"the content of {where} must be text, not {_name_type(content)}"
     return None
@@ -95,10 +98,10 @@ def _name_type(value: Any) -> str:
 
 AUTO = "auto"
 FORMATS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "tools", "chat_template_kwargs"),
-    "sharegpt": ("conversations", "system", "tools", "chat_template_kwargs"),
-    "prompt_completion": ("prompt", "completion", "tools", "chat_template_kwargs"),
-    "alpaca": ("instruction", "input", "output", "system", "history", "chat_template_kwargs"),
+    "messages": ("messages", "tools", "chat_template_kwargs", "image", "images"),
+    "sharegpt": ("conversations", "system", "tools", "chat_template_kwargs", "image", "images"),
+    "prompt_completion": ("prompt", "completion", "tools", "chat_template_kwargs", "image", "images"),
+    "alpaca": ("instruction", "input", "output", "system", "history", "chat_template_kwargs", "image", "images"),
     "rollout": ("steps",),
     "tokens": ("input_ids", "action_mask"),
     "text": ("text",),
@@ -129,6 +132,8 @@ ALPACA_PROMPT_WITH_INPUT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 SHOWN_VALUE = 60
+IMAGE_MARKER = "<image>"
+"""Where an image is in the text of a ShareGPT or Alpaca row with images."""
 
 
 def detect_format(row: Mapping[str, Any]) -> str | None:
@@ -208,12 +213,24 @@ def convert_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
         if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise DataError(f"{where}: turn {number} of its history ({_shown(turn)}) must be [instruction, output], two texts")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return [*messages, {"role": "user", "content": "\n".join(question)}, {"role": "assistant", "content": answer}]
+    messages += [{"role": "user", "content": "\n".join(question)}, {"role": "assistant", "content": answer}]
+    return list(map(_split_markers, messages)) if row.get("images") else messages
+
+
+def _split_markers(message: Message) -> Message:
+    """The message with a part for each marker. Example: `<image>How many?` of the user is the parts
+    image and `How many?`."""
+    first, *rest = str(message["content"]).split(IMAGE_MARKER)
+    if not rest or message["role"] == "assistant":
+        return message
+    texts = [{"type": "text", "text": text} for text in (first, *rest)]
+    parts = [texts[0], *(part for text in texts[1:] for part in ({"type": "image"}, text))]
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 
 def convert_alpaca_to_text(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     """(prompt, completion) of an Alpaca row, in Stanford Alpaca's words."""
-    for column in ("system", "history"):
+    for column in ("system", "history", "images"):
         if row.get(column):
             raise DataError(f"{where} has {column} ({_shown(row[column])}); set chat_template=FILE.jinja, or leave it out")
     question, answer = read_alpaca(row, where)
@@ -241,6 +258,7 @@ def convert_sharegpt(row: Mapping[str, Any], where: str) -> list[Message]:
     if not isinstance(turns, list) or not turns:
         raise DataError(f'{where}: its conversations ({_shown(turns)}) must be a list of {{"from": "human", "value": "..."}}')
     messages = [_convert_turn(turn, f"{where}, message {number}") for number, turn in enumerate(turns, 1)]
+    messages = list(map(_split_markers, messages)) if row.get("images") else messages
     system = _read_text(row, "system", where, default="")
     if system and messages[0]["role"] == "system":
         raise DataError(f"{where} has a column system and a first message from system; keep one of them")

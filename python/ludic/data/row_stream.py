@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from ludic.data.formats import Row
+from ludic.data.row_images import intern_row
 from ludic.data.sources import find_path, is_saved_data_set, open_arrow, parse_line
 from ludic.errors import ConfigError, DataError, MissingExtraError, import_optional
 from ludic.files.jsonl import is_blank
@@ -69,7 +70,7 @@ def _list_shards(folder: Path, source: str) -> list[Path]:
 
 class _FileReader:
     def __init__(self, name: str, path: Path) -> None:
-        self.name, self._path = name, path
+        self.name, self._path, self.folder = name, path, path.parent
 
     def identity(self) -> Any:
         """Its name, its size, and a hash of its first and last bytes."""
@@ -158,6 +159,7 @@ class DatasetsReader:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else None
         self._data: Any = None
         self._rows: Iterator[Any] | None = None
         self._at: Any = None
@@ -212,13 +214,24 @@ class RowStream:
 
     `sources` are JSONL and parquet files, folders of such, or ids of the `datasets` library, which
     streams them. Raises DataError, naming the row, for one that cannot be read, when it is read.
+    Images of a row are stored when it is drawn (`row_images`).
     """
 
-    def __init__(self, sources: Sequence[str], *, buffer_rows: int = 10_000, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        sources: Sequence[str],
+        *,
+        buffer_rows: int = 10_000,
+        shuffle: bool = True,
+        seed: int = 0,
+        image_folder: Path | None = None,
+    ) -> None:
+        """`image_folder`: what paths of images are relative to; None means the folder of each
+        file."""
         if buffer_rows < 1:
             raise ConfigError(f"shuffle_buffer ({buffer_rows}) must be at least 1 row")
         self.readers: list[RowReader] = open_readers(sources)
-        self.buffer_rows, self.shuffle, self.seed = buffer_rows, shuffle, seed
+        self.buffer_rows, self.shuffle, self.seed, self._image_folder = buffer_rows, shuffle, seed, image_folder
         self.taken = 0
         """Rows of all ranks so far: the running number of the next one."""
         self.pass_number = 0
@@ -248,12 +261,15 @@ class RowStream:
             self._offset += 1
             self.taken += 1
             if number % self._world == self._rank:
-                return place, reader.parse(raw, place)
+                return place, self._parse(reader, raw, place)
+
+    def _parse(self, reader: RowReader, raw: Any, place: str) -> Row:
+        return intern_row(reader.parse(raw, place), self._image_folder or reader.folder, place)
 
     def first(self, rows: int) -> list[tuple[str, Row]]:
         """At most `rows` rows of one pass, in the order of the files. Changes no state."""
         found, _ = self._read(range(len(self.readers)), (0, None), rows)
-        return [(place, reader.parse(raw, place)) for reader, place, raw in found]
+        return [(place, self._parse(reader, raw, place)) for reader, place, raw in found]
 
     def count_rows(self) -> int | None:
         """Rows in a pass; None if a source cannot tell without being read. Files are read through

@@ -115,10 +115,13 @@ def open_table(source: str, *, config: str | None = None, split: str = "train") 
     path = find_path(source, (*LINES, ".parquet"), fault)
     if path is not None and path.is_file() and path.suffix.lower() in LINES:
         rows = LineRows(source, path)
-        return Table(source, "line", rows, rows.numbers)
+        return Table(source, "line", rows, rows.numbers, folder=path.parent)
     loaded = open_arrow(source, source if path is None else str(path), config, split)
-    rows_of_arrow = Changed(loaded, lambda _, row: dict(row))  # the library maps them from its files
-    return Table(source, "row", rows_of_arrow, range(1, len(loaded) + 1))
+    rows_of_arrow = Changed(
+        loaded, lambda _, row: dict(row) if isinstance(row, dict) else row.to_pylist()[0]
+    )  # mapped from files
+    folder = None if path is None else path if path.is_dir() else path.parent
+    return Table(source, "row", rows_of_arrow, range(1, len(loaded) + 1), folder=folder)
 
 
 def _stamp(file: BinaryIO) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from random import Random
@@ -40,6 +40,14 @@ class Table:
     """Numbers of the rows that were left out because their two scores are equal."""
     places: Sequence[str] = ()
     """Of a mixture: the place of each row in the table that it came from."""
+    folder: Path | None = None
+    """The folder of the file, to which paths of images are relative; None of an id."""
+    folders: Sequence[Path | None] = ()
+    """Of a mixture: the folder for each row."""
+
+    def folder_of(self, index: int) -> Path | None:
+        """`folder`, or the one of a row of a mixture."""
+        return self.folders[index] if self.folders else self.folder
 
     def where(self, index: int) -> str:
         """Such as `problems.jsonl, line 17`."""
@@ -74,8 +82,9 @@ def read_table(source: str, *, config: str | None = None, split: str = "train", 
     if path is None or path.is_dir():
         loaded = open_arrow(source, source if path is None else str(path), config, split)
         drawn = draw.of(len(loaded))
-        return _number_rows(source, (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list(), drawn)
-    return READERS[path.suffix.lower()](source, path, draw)
+        rows = (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list()
+        return replace(_number_rows(source, rows, drawn), folder=path)
+    return replace(READERS[path.suffix.lower()](source, path, draw), folder=path.parent)
 
 
 def find_path(source: str, suffixes: Collection[str], fault: str) -> Path | None:
@@ -156,16 +165,21 @@ def is_saved_data_set(path: Path) -> bool:
 
 def open_arrow(name: str, source: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
     """A parquet file, a folder or an id as a data set of the `datasets` library, whose rows stay on
-    disk; with `streaming` as an iterable one. The library runs no code of the data set."""
+    disk; with `streaming` as an iterable one. The library runs no code of the data set. Rows with
+    images are not decoded: if not streamed, each is a table of Arrow."""
     datasets = import_optional("datasets", "datasets")
     try:
         if is_saved_data_set(Path(source)):
             loaded = datasets.load_from_disk(source)
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-            return loaded.to_iterable_dataset() if streaming else loaded
-        if Path(source).is_file():
-            return datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
-        return datasets.load_dataset(source, config, split=split, streaming=streaming)
+            loaded = loaded.to_iterable_dataset() if streaming else loaded
+        elif Path(source).is_file():
+            loaded = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
+        else:
+            loaded = datasets.load_dataset(source, config, split=split, streaming=streaming)
+        if "Image(" not in repr(loaded.features):
+            return loaded
+        return loaded.decode(False) if streaming else loaded.with_format("arrow")  # images stay bytes until a row is drawn
     except Exception as error:  # its exceptions have no common base
         remedy = "; without a connection, name a file or a folder that has the rows" if isinstance(error, ConnectionError) else ""
         raise DataError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludic.envs.env import SingleAgentEnv, check_step
-from ludic.types import Info, StepOutcome
+from ludic.types import Info, Observation, StepOutcome
 
 Sample = Mapping[str, Any]
 """A row of a data set."""
@@ -16,7 +16,8 @@ ParserFn = Callable[[str], str]
 """The data set's answer text -> the target of the verifier."""
 VerifierFn = Callable[[str, str], bool]
 """(action, parsed target) -> whether the action is right."""
-PromptBuilder = Callable[[Sample], str]
+PromptBuilder = Callable[[Sample], Any]
+"""A row -> text, an image, or a list of texts, images and parts."""
 
 
 def strip(text: str) -> str:
@@ -51,10 +52,10 @@ class DatasetQAEnv(SingleAgentEnv):
         self._prompt_builder, self._target_parser, self._verifier = prompt_builder, target_parser, verifier
         self._correct_reward, self._incorrect_reward = correct_reward, incorrect_reward
         self._question_id = str(sample.get("id") or sample.get("uid") or 0)
-        self._obs = ""
+        self._obs: Any = ""
         self._done = False
 
-    def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+    def env_reset(self, *, seed: int | None = None) -> tuple[Any, Info]:
         """The prompt; the same at every reset, for any seed."""
         self._done = False
         self._obs = self._prompt_builder(self.sample) if self._prompt_builder else self._field(self._prompt_key)
@@ -83,13 +84,14 @@ class DatasetQAEnv(SingleAgentEnv):
         reward = self._correct_reward if correct else self._incorrect_reward
         return StepOutcome(obs=self._obs, reward=reward, truncated=False, terminated=True, info=info)
 
-    def env_current_obs(self) -> str:
+    def env_current_obs(self) -> Any:
         return self._obs
 
-    def _field(self, key: str) -> str:
+    def _field(self, key: str) -> Any:
         if key not in self.sample:
             raise KeyError(f"the sample has no {key!r}; it has {sorted(self.sample)}")
-        return str(self.sample[key])
+        value = self.sample[key]
+        return value if isinstance(value, list) else str(value)
 
 
 ANSWER_COLUMNS = ("answer", "solution", "target", "completion")
@@ -112,7 +114,7 @@ class PromptEnv(SingleAgentEnv):
         self._system_prompt = system_prompt
         self._done = False
 
-    def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+    def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
         """The prompt; the same at every reset, for any seed."""
         self._done = False
         info = {} if isinstance(self._prompt, str) else {"messages": self._prompt}
@@ -124,7 +126,7 @@ class PromptEnv(SingleAgentEnv):
         self._done = True
         return StepOutcome(obs="", reward=0.0, truncated=False, terminated=True, info={"row": self.sample})
 
-    def env_current_obs(self) -> str:
+    def env_current_obs(self) -> Observation:
         return prompt_shown(self._prompt)
 
 
@@ -133,6 +135,6 @@ def right_answer(row: Mapping[str, object]) -> str:
     return next((str(row[name]) for name in ANSWER_COLUMNS if row.get(name) is not None), "")
 
 
-def prompt_shown(prompt: str | list[dict[str, object]]) -> str:
+def prompt_shown(prompt: str | list[dict[str, Any]]) -> Observation:
     """The text, or the content of the last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
+    return prompt if isinstance(prompt, str) else prompt[-1].get("content") or ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ludic.errors import RolloutError
 from ludic.types import Info, StepOutcome
@@ -52,8 +52,12 @@ class LudicEnv(ABC, Generic[AgentID, ObsType, ActionType]):
         raise NotImplementedError(f"{type(self).__name__} does not offer current_obs()")
 
 
-class SingleAgentEnv(LudicEnv[str, str, str]):
-    """Implement `env_reset`, `env_step` and `env_current_obs`. They may be coroutine functions."""
+class SingleAgentEnv(LudicEnv[str, Any, str]):
+    """Implement `env_reset`, `env_step` and `env_current_obs`. They may be coroutine functions.
+
+    An observation is text, an image (of Pillow, or an array [H, W, 3] of uint8), or a list of
+    texts, images and parts of a message.
+    """
 
     _DEFAULT_ID = "agent_0"
 
@@ -72,7 +76,7 @@ class SingleAgentEnv(LudicEnv[str, str, str]):
         return [self._agent_id]
 
     @abstractmethod
-    def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+    def env_reset(self, *, seed: int | None = None) -> tuple[Any, Info]:
         """Start an episode; returns the first observation and info."""
 
     @abstractmethod
@@ -80,16 +84,16 @@ class SingleAgentEnv(LudicEnv[str, str, str]):
         """Apply an action and return its outcome."""
 
     @abstractmethod
-    def env_current_obs(self) -> str:
+    def env_current_obs(self) -> Any:
         """The current observation."""
 
-    def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
+    def reset(self, *, seed: int | None = None) -> dict[str, tuple[Any, Info]]:
         return {self._agent_id: self.env_reset(seed=seed)}
 
     def step(self, actions: dict[str, str]) -> dict[str, StepOutcome]:
         return {self._agent_id: self.env_step(actions.get(self._agent_id, ""))}
 
-    def current_obs(self) -> dict[str, str]:
+    def current_obs(self) -> dict[str, Any]:
         return {self._agent_id: self.env_current_obs()}
 
 

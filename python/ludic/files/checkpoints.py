@@ -27,13 +27,16 @@ PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.p
 FOREIGN = (*WEIGHT_FILES, "optimizer.safetensors", "optimizer.json", STATE)
 """Files that would be read if somebody put them into a checkpoint."""
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of the processor of a model that sees images."""
 TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"),
     *("*.tiktoken", "tekken.json", "*.jinja", "chat_template.json"),
+    *PROCESSOR_FILES,
 )
-"""Patterns of the files of tokenizers."""
+"""Patterns of the files of tokenizers and processors."""
 _MODEL_FILES = (
-    *("config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json", ADAPTER_CONFIG),
+    *("config.json", "generation_config.json", ADAPTER_CONFIG),
     *TOKENIZER_FILES,
     "additional_chat_templates/*.jinja",
     "*.safetensors",

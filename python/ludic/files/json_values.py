@@ -118,7 +118,9 @@ def make_encodable(value: Any, within: tuple[int, ...] = ()) -> Any:
         if isinstance(value, list | tuple | set | frozenset):
             return [make_encodable(part, within) for part in value]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {field.name: make_encodable(getattr(value, field.name), within) for field in dataclasses.fields(value)}
+            held = getattr(value, "__dict__", {field.name: None for field in dataclasses.fields(value)})  # or slots
+            names = [field.name for field in dataclasses.fields(value) if field.name in held]  # as the fast encoder
+            return {name: make_encodable(getattr(value, name), within) for name in names}
         return make_encodable(msgspec.to_builtins(value, enc_hook=to_builtin), within)
     except Exception as error:
         return f"<this {type(value).__name__} cannot be written: {type(error).__name__}>"

@@ -11,6 +11,7 @@ from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.event_loop import run_contained
+from ludic.images.content import join_contents
 from ludic.inference.request import InferenceSpec, agent_seed
 from ludic.interaction.single_agent import (
     Answer,
@@ -23,7 +24,7 @@ from ludic.interaction.single_agent import (
     merge_step_info,
     system_prompt,
 )
-from ludic.types import Info, Rollout, Step, StepOutcome
+from ludic.types import Info, Observation, Rollout, Step, StepOutcome
 
 NO_OUTCOME = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)
 
@@ -84,13 +85,13 @@ class Player:
         self._calls = 0
         """Number of intermediate calls so far, which shift the indices of the steps."""
         self._has_observed = False
-        self._last_obs = ""
-        self._pending: list[str] = []
+        self._last_obs: Observation = ""
+        self._pending: list[Observation] = []
         self._pending_info: Info = {}
         self._early_reward = 0.0
         """Reward received before the first step."""
 
-    def add_observation(self, obs: str, info: Info) -> None:
+    def add_observation(self, obs: Observation, info: Info) -> None:
         """Add an observation for the agent's next action."""
         self._pending.append(obs)
         self._pending_info = {**self._pending_info, **info}
@@ -99,7 +100,7 @@ class Player:
         """Pass the pending observations to the agent."""
         if not self._pending:
             return
-        self._last_obs = "\n\n".join(filter(None, self._pending))
+        self._last_obs = join_contents(self._pending, "\n\n")
         notify = self.agent.on_after_step if self._has_observed else self.agent.on_env_reset
         notify(self._last_obs, self._pending_info)
         if self._last is not None and not self.finished:

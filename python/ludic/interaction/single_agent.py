@@ -7,15 +7,18 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.event_loop import await_if_needed
+from ludic.images.content import find_digests, intern_messages, intern_observation, is_content, list_image_parts
+from ludic.images.store import current_store
 from ludic.inference.request import InferenceSpec, derive_seed
 from ludic.parsers import ParseResult
-from ludic.types import Info, Rollout, Step, StepOutcome, TokenTrace
+from ludic.types import Info, Observation, Rollout, Step, StepOutcome, TokenTrace
 
 
 class InteractionProtocol(ABC):
@@ -37,10 +40,30 @@ class InteractionProtocol(ABC):
 
 
 async def await_results(results: Any) -> dict[str, Any]:
-    """The results of `reset` or `step` by agent. The dictionary and its values may be
-    awaitables."""
+    """The results of `reset` or `step` by agent, with their images in the store. The dictionary and
+    its values may be awaitables."""
     by_agent = await await_if_needed(results)
-    return {agent_id: await await_if_needed(result) for agent_id, result in by_agent.items()}
+    return {agent_id: store_images(await await_if_needed(result)) for agent_id, result in by_agent.items()}
+
+
+def store_images(result: Any) -> Any:
+    """What an environment's `reset` or `step` returned for an agent, with content in place of
+    images. Raises DataError for an observation that cannot be shown to a model."""
+    if isinstance(result, StepOutcome):
+        ended = result.terminated or result.truncated
+        return result if ended or _is_shown(result.obs) else replace(result, obs=intern_observation(result.obs, current_store()))
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return result
+    obs, info = result
+    messages = info.get("messages") if isinstance(info, dict) else None
+    if isinstance(messages, list) and any(not find_digests([part]) for part in list_image_parts(messages)):
+        info = {**info, "messages": intern_messages(messages, current_store(), where="messages of a reset: ")}
+    return (obs if _is_shown(obs) else intern_observation(obs, current_store())), info
+
+
+def _is_shown(obs: Any) -> bool:
+    """Whether there is nothing to store. Numbers are refused where rollouts are checked."""
+    return obs is None or isinstance(obs, int | float) or is_content(obs)
 
 
 logger = logging.getLogger(__name__)
@@ -72,7 +95,7 @@ def merge_step_info(
     return merged
 
 
-def make_intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
+def make_intermediate_steps(agent: Agent, index: int, obs: Observation) -> list[Step]:
     """A step for each intermediate model call of the agent, numbered from `index`. These steps did
     not reach the environment and have reward 0, so their credit comes from the later steps of the
     rollout. Their info has `intermediate_call`."""
@@ -94,7 +117,7 @@ def make_intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
     return steps
 
 
-def make_failed_step(index: int, obs: str, answer: Answer, *, ends: bool = False) -> Step:
+def make_failed_step(index: int, obs: Observation, answer: Answer, *, ends: bool = False) -> Step:
     """The step of an answer that could not be parsed and did not reach the environment."""
     parsed, raw, client_info, trace = answer
     return Step(
@@ -110,7 +133,7 @@ def make_failed_step(index: int, obs: str, answer: Answer, *, ends: bool = False
     )
 
 
-def make_played_step(index: int, obs: str, answer: Answer, outcome: StepOutcome) -> Step:
+def make_played_step(index: int, obs: Observation, answer: Answer, outcome: StepOutcome) -> Step:
     """The step of an action. Its reward is the environment's plus the parser's."""
     parsed, raw, client_info, trace = answer
     ended = outcome.terminated or outcome.truncated
@@ -210,17 +233,18 @@ class SingleAgentProtocol(InteractionProtocol):
         }
         return [Rollout(steps=steps, meta=meta)]
 
-    async def _reset(self, env: LudicEnv[str, str, str], agent_id: str, env_seed: int | None) -> str:
+    async def _reset(self, env: LudicEnv[str, str, str], agent_id: str, env_seed: int | None) -> Observation:
         """Reset environment and agent. Returns the first observation."""
         if _has_async_env_methods(env)[0]:
-            obs, info = await env.env_reset(seed=env_seed)  # type: ignore[attr-defined]
+            obs, info = store_images(await env.env_reset(seed=env_seed))  # type: ignore[attr-defined]
         else:
             obs, info = _select_agent(await await_results(env.reset(seed=env_seed)), env, agent_id)
-        if not isinstance(obs, str):
+        if not is_content(obs):
             raise RolloutError(f"reset of {type(env).__name__} returned an observation of {type(obs).__name__}; it must be text")
         self.agent.reset(system_prompt=system_prompt(self.agent, env))
         self.agent.on_env_reset(obs, info)
-        return obs
+        shown: Observation = obs
+        return shown
 
 
 SingleAgentSyncProtocol = SingleAgentProtocol
@@ -228,7 +252,7 @@ SingleAgentSyncProtocol = SingleAgentProtocol
 
 async def _step_env(env: LudicEnv[str, str, str], agent_id: str, action: str) -> StepOutcome:
     if _has_async_env_methods(env)[1]:
-        outcome: StepOutcome = await env.env_step(action)  # type: ignore[attr-defined]
+        outcome: StepOutcome = store_images(await env.env_step(action))  # type: ignore[attr-defined]
     else:
         outcome = _select_agent(await await_results(env.step({agent_id: action})), env, agent_id)
     return outcome

@@ -1,10 +1,11 @@
-"""Models and tokenizers from a folder or the hub. Weights are read from safetensors, never from
-pickle, and no code that comes with a model is run."""
+"""Models, tokenizers and processors of images from a folder or the hub. Weights are read from
+safetensors, never from pickle, and no code that comes with a model is run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ludic.errors import ConfigError
+from ludic.distribution import install_command
+from ludic.errors import ConfigError, MissingExtraError
+from ludic.files.atomic import read_json
+from ludic.files.checkpoints import PROCESSOR_FILES
+from ludic.models.images.processor import ImageProcessor, attach_processor, refuse_images
 from ludic.models.lora import load_adapter
 from ludic.models.places import CONFIGS, TOKENIZER_CONFIGS, check_place, find_adapter_base, find_place, holds_only_adapters
 
@@ -41,18 +46,96 @@ def locate_model(source: str, *files: str) -> str:
 
 
 def load_model(source: str, dtype: str, **options: Any) -> Any:
-    """A causal language model. `source` is a folder in Hugging Face layout, the folder of a run, a
-    folder of PEFT adapters, which are merged, or a hub id. `options` go to `from_pretrained`."""
+    """A language model; of a source with a tower for images the whole model, with its processor
+    attached. `source` is a folder in Hugging Face layout, the folder of a run, a folder of PEFT
+    adapters, which are merged, or a hub id. Of the `options`, `min_pixels` and `max_pixels` go to
+    `load_processor`, and the others to `from_pretrained`."""
     check_dtype(dtype)
     place = locate_model(source)
     if holds_only_adapters(place):
         base = load_model(find_adapter_base(Path(place)), dtype, **options)
         with explain_load_errors(f"the adapters in {source} could not be loaded"):
             return load_adapter(base, place).merge_and_unload().requires_grad_(True)  # PEFT froze the base
-    from transformers import AutoModelForCausalLM
-
+    of_model, _ = split_options(options)
     with explain_load_errors(f"model ({source}) could not be loaded"):
-        return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options)
+        kind = choose_class(load_config(place, options))
+        model = kind.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False, **of_model)
+    return with_processor(model, place, options)
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """(options of `from_pretrained`, limits of `load_processor`)."""
+    limits = {name: options[name] for name in ("min_pixels", "max_pixels") if options.get(name) is not None}
+    return {name: value for name, value in options.items() if name not in ("min_pixels", "max_pixels")}, limits
+
+
+def _select_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("revision", "subfolder") if name in options}
+
+
+def load_config(place: str, options: Mapping[str, Any] | None = None) -> Any:
+    """The config of the model that `load_model` loads with these `options`."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(place, trust_remote_code=False, **_select_place(options or {}))
+
+
+def choose_class(config: Any) -> Any:
+    """The class of transformers that makes the model of a config: of images and text if the config
+    has a tower for images, otherwise of text. Raises ConfigError if it makes neither."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    of_text = (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
+    of_images = (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    for kind, known in (of_images, of_text) if sees_images(config) else (of_text, of_images):
+        if type(config) in known:
+            return kind
+    raise ConfigError(f"{config.model_type} is no architecture that continues a text; name a causal language model")
+
+
+def sees_images(config: Any) -> bool:
+    """Whether a config of transformers has a tower for images."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def with_processor(model: Any, place: str, options: Mapping[str, Any] | None = None) -> Any:
+    """The model; one that sees images with the processor in `place`. Without a processor that can
+    be used it reads text alone, and `require_processor` says why."""
+    if sees_images(model.config):
+        try:
+            attach_processor(model, load_processor(place, model.config, **(options or {})))
+        except (ConfigError, MissingExtraError) as error:
+            refuse_images(model, str(error))
+    return model
+
+
+def load_processor(source: str, config: Any, **options: Any) -> ImageProcessor:
+    """The processor of the model with that `config`. Of the `options` of `load_model`, `min_pixels`
+    and `max_pixels` are the limits to which images are scaled. Raises ConfigError if there is no
+    processor that can be used, or if it has no such limits, and MissingExtraError if it needs a
+    package that is not installed."""
+    from transformers import AutoProcessor
+
+    place = locate_model(source, *PROCESSOR_FILES[:2])
+    try:
+        processor = AutoProcessor.from_pretrained(place, trust_remote_code=False, **_select_place(options))
+    except ImportError as error:
+        named = re.search(r"(\w+) requires the (\w+) library", str(error))
+        needs = f"{named[1]} needs {named[2].lower()}" if named else " ".join(str(error).split())
+        raise MissingExtraError(f"{needs}; {install_command('images')}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the processor of {source} could not be loaded: {' '.join(str(error).split())[:300]}") from error
+    own, (_, limits) = getattr(processor, "image_processor", None), split_options(options)
+    if limits and own is not None:
+        if not limits.keys() <= own.valid_kwargs.__annotations__.keys():
+            raise ConfigError(f"{type(own).__name__} has no {' and no '.join(limits)}; leave them out, its images have one size")
+        processor.image_processor = type(own)(**own.to_dict(), **limits)
+    return ImageProcessor(processor, config)
 
 
 @contextmanager
@@ -76,19 +159,22 @@ def load_classifier(source: str, dtype: str, *, description: str, **options: Any
     `options` go to `from_pretrained`, such as `num_labels`; errors call the model by its
     `description`.
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
     check_dtype(dtype)
     place = locate_model(source)
     failure = f"{description} could not be loaded with a head for scores"
     try:
         with explain_load_errors(failure), _without_load_report():
+            config = load_config(place, options)
+            if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+                raise ConfigError(f"{failure}: transformers has no such class for {config.model_type}")
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
             )
     except RuntimeError as error:
         raise ConfigError(f"{failure}: {error}") from error
-    return model, set(loading["missing_keys"])
+    return with_processor(model, place, options), set(loading["missing_keys"])
 
 
 @contextmanager
@@ -126,7 +212,18 @@ def load_tokenizer(source: str, **options: Any) -> Any:
         raise ConfigError(f"the tokenizer of {source} has no end token; the policy could never end an answer")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _read_processor_template(place)
     return tokenizer
+
+
+def _read_processor_template(place: str) -> str | None:
+    """The chat template in the file where older models that see images have it; None without."""
+    from transformers.utils import cached_file
+
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(place, "chat_template.json", **optional)
+    return None if file is None else read_json(Path(file)).get("chat_template")
 
 
 def find_whole_model(source: str | None) -> str | None:

@@ -26,6 +26,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.files.checkpoints import ADAPTER
 from ludic.models.adapters import merge_adapters, require_peft
 from ludic.models.heads import find_head_parts, find_layers_outside_backbone
+from ludic.models.images.features import find_image_modules
 from ludic.models.names import HEAD_NAMES
 from ludic.models.quantization import count_weights, find_quantized_layers, keep_trainable
 from ludic.models.sharding import is_sharded
@@ -156,7 +157,7 @@ def _fill_in(config: LoraConfig, model: Any) -> None:
             f"{type(model).__name__} is a classifier without a head of a known name ({', '.join(HEAD_NAMES)}), and its head would not "
             f"be trained; set modules_to_save to the layers that make its scores: outside of {model.base_model_prefix} it has {outside}"
         )
-    linear = dict(_find_linear_layers(model))
+    linear, of_images = dict(_find_linear_layers(model)), find_image_modules(model)
     if config.target_modules is None:
         targets = config.target_modules = set(find_target_modules(model))
         # Layers of a head or pooler that have a target's name, if other targets are in blocks.
@@ -167,6 +168,13 @@ def _fill_in(config: LoraConfig, model: Any) -> None:
         # and sound: PEFT adapts none.
         owners = [name.rpartition(".")[0] for name in linear]
         config.exclude_modules = left_out + [name for name in owners if _is_target(name, targets)] or None
+    every = str(config.target_modules).lower() == "all-linear"
+    if not isinstance(config.exclude_modules, str) and (every or not isinstance(config.target_modules, str)):  # no pattern
+        # A name that layers of both have means the language model's.
+        of_text = {name.rpartition(".")[2] for name in linear if name not in of_images}
+        in_tower = [name for name in linear if name in of_images and (every or name.rpartition(".")[2] in of_text)]
+        in_tower = [name for name in in_tower if every or name not in config.target_modules]
+        config.exclude_modules = [*(config.exclude_modules or ()), *in_tower] or None
     _leave_out_routers(config, model)
     adapted = [layer for name, layer in linear.items() if _is_target(name, config.target_modules)]
     config.fan_in_fan_out = bool(adapted) and all(type(layer).__name__ == "Conv1D" for layer in adapted)
@@ -212,14 +220,15 @@ def _returns_product(layer: Any) -> bool:
 
 def find_target_modules(model: nn.Module) -> list[str]:
     """Last parts of the names of the attention and feed-forward projections in the model's blocks,
-    sorted.
+    sorted; of a model that sees images, in the blocks of its language model.
 
     >>> find_target_modules(qwen)
     ['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj']
 
     Raises ConfigError, which lists the linear layers, if none has a known name.
     """
-    named = [name for name, _ in _find_linear_layers(model)]
+    of_images = find_image_modules(model)
+    named = [name for name, _ in _find_linear_layers(model) if name not in of_images]
     leaves = {name.rpartition(".")[2] for name in [name for name in named if _is_in_block(name)] or named}
     refused = {"out_proj"} if getattr(getattr(model, "config", None), "model_type", None) in STATE_SPACES else set()
     targets = sorted(leaves.intersection(chain(*PROJECTIONS.values())) - refused)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ludic.errors import ConfigError
 from ludic.models.sharding import find_own_region, get_local, is_sharded
-from ludic.models.wrappers import unwrap_transformer
+from ludic.models.wrappers import find_text_config, unwrap_transformer
 
 LARGEST_PROBE = 60.0
 """Logits up to this size are sent through what the model does behind its output layer."""
@@ -71,8 +71,7 @@ class OutputLayer:
         module = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
         if module is None:
             raise ConfigError(f"{type(inner).__name__} has no output layer (get_output_embeddings)")
-        config: Any = getattr(inner, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = find_text_config(model)
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         if not isinstance(scale, int | float):
             raise ConfigError(f"logit_scale ({scale!r}) of {type(inner).__name__} is not a number")

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ludic.models.flops import reported_attention
 from ludic.models.prefix_trees import PREFIX_FLEX, Branches, PrefixIntervals
-from ludic.models.wrappers import unwrap_transformer
+from ludic.models.wrappers import find_text_config, unwrap_transformer
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +172,7 @@ def hides_windows(model: nn.Module, device: torch.device | str, max_seq_len: int
     """Whether layers of a transformers model attend in windows or chunks of which only its mask
     knows, as in Qwen2MoE, PhiMoE and Llama4. The attention of this module, whose name the
     model has, uses no mask. Runs the model on two tokens if samples can exceed its windows."""
-    config = unwrap_transformer(model).config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config  # of a model that sees images, too
+    config = find_text_config(model)
     longest = min(max_seq_len, getattr(config, "max_position_embeddings", max_seq_len))
     if (getattr(config, "attention_chunk_size", None) or longest) < longest:
         return True
@@ -199,20 +198,26 @@ def packed_attention(
     sequence_groups: SequenceGroups | None = None,
     prefix_branches: Branches | None = None,
     prefix_intervals: PrefixIntervals | None = None,
+    tokens_ahead: Tensor | None = None,
+    tokens_ahead_in_windows: Tensor | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: [1, S, H, D] from `query` [1, H, S, D] and `key`,
     `value` [1, H_kv, S, D]. With `sliding_window` each token sees that many tokens, itself
-    included. `prefix_branches` or `prefix_intervals`: within each path of a tree instead. Without
-    all of these it is transformers' sdpa."""
+    included. `tokens_ahead` [S]: how many tokens behind itself it sees in addition, as in an image
+    whose tokens see each other; `tokens_ahead_in_windows`: in layers with a window alone.
+    `prefix_branches` or `prefix_intervals`: within each path of a tree instead. Without all of
+    these it is transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if sliding_window is not None and tokens_ahead is None:
+        tokens_ahead = tokens_ahead_in_windows
     if prefix_intervals is not None:
         dtype = _find_compute_dtype(query)
         cast = (tensor.to(dtype) for tensor in (query, key, value))
         with reported_attention(lambda: prefix_intervals.count_pairs(sliding_window), query, key, value):
-            return prefix_intervals.attend(*cast, window=sliding_window, **options), None
+            return prefix_intervals.attend(*cast, window=sliding_window, tokens_ahead=tokens_ahead, **options), None
     if prefix_branches is not None:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -220,36 +225,42 @@ def packed_attention(
             return part
 
         with reported_attention(prefix_branches.count_pairs, query, key, value):
-            return prefix_branches.attend(attend, query, key, value, sliding_window, _find_compute_dtype(query)), None
+            dtype = _find_compute_dtype(query)
+            return prefix_branches.attend(attend, query, key, value, sliding_window, dtype, tokens_ahead), None
     if sequence_groups is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
         return attended, None
     if sliding_window is not None:
         sequence_groups.windows.add(sliding_window)
-    if _has_kernel(query, value, options):
+    if tokens_ahead is None and _has_kernel(query, value, options):
         with reported_attention(lambda: sequence_groups.pairs, query, key, value):
             return _attend_varlen(query, key, value, sliding_window, options), None
-    parts = zip(*(sequence_groups.pad(tensor) for tensor in (query, key, value)), strict=True)
+    parts = list(zip(*(sequence_groups.pad(tensor) for tensor in (query, key, value)), strict=True))
+    reaches = [None] * len(parts) if tokens_ahead is None else sequence_groups.pad(tokens_ahead[None, None, :, None])
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
     rest = {name: option for name, option in options.items() if name not in bounds}
     with reported_attention(lambda: sequence_groups.padded_pairs, query, key, value):
         attended_parts = [
-            sdpa_attention_forward(module, q, k, v, _make_window(q, sliding_window), **rest)[0] for q, k, v in parts
+            sdpa_attention_forward(module, q, k, v, _find_seen(q, sliding_window, reach), **rest)[0]
+            for (q, k, v), reach in zip(parts, reaches, strict=True)
         ]
     return sequence_groups.join(attended_parts), None
 
 
-def _make_window(query: Tensor, size: int | None) -> Tensor | None:
-    """[1, 1, L, L] the tokens that each token sees: itself and the `size - 1` before it. None if
-    every token sees all before it.
+def _find_seen(query: Tensor, window: int | None, tokens_ahead: Tensor | None) -> Tensor | None:
+    """[B or 1, 1, L, L] the tokens that each token sees: itself, the `window - 1` before it, and
+    `tokens_ahead` [B, 1, L, 1] behind it. None if every token sees all before it.
 
-    Size 2, three tokens: [[1, 0, 0], [1, 1, 0], [0, 1, 1]]."""
+    Window 2, three tokens: [[1, 0, 0], [1, 1, 0], [0, 1, 1]]; with `tokens_ahead` [1, 0, 0]:
+    [[1, 1, 0], [1, 1, 0], [0, 1, 1]]."""
     length = query.shape[2]
-    if size is None or length <= size:
+    window = None if window is None or length <= window else window
+    if window is None and tokens_ahead is None:
         return None
     place = torch.arange(length, device=query.device)
-    behind = place[:, None] - place[None, :]
-    return ((behind >= 0) & (behind < size))[None, None]
+    before = (place[:, None] - place[None, :])[None, None]
+    seen = before >= (0 if tokens_ahead is None else -tokens_ahead)
+    return seen if window is None else seen & (before < window)
 
 
 def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
@@ -349,7 +360,7 @@ def _depends_on_length(rope_type: Any) -> bool:
 def find_context(model: nn.Module) -> int | None:
     """Maximum number of tokens of a sequence: `max_position_embeddings`, or where the RoPE that the
     model is pinned to ends. None if unknown."""
-    config = getattr(model, "config", None)
+    config = find_text_config(model)
     context = getattr(config, "max_position_embeddings", None)
     pin = next((getattr(each, _PIN) for each in model.modules() if hasattr(each, _PIN)), None)
     limits = [] if pin is None or pin.tokens is None else list(find_rope_limits(config, pin.tokens))

@@ -57,16 +57,17 @@ class SpanGroup:
     is_causal: bool
     """Whether each span begins a tree and has one branch, so that queries and keys are the same."""
 
-    def find_seen(self, ends: Tensor, positions: Tensor, window: int | None) -> Tensor | None:
+    def find_seen(self, ends: Tensor, positions: Tensor, window: int | None, tokens_ahead: Tensor | None = None) -> Tensor | None:
         """[G, 1, Q, K] which keys each query sees: the keys whose path it continues, with `window`
-        only the ones fewer than `window` positions back. None if causal attention says the same.
-        `ends` and `positions` [U + 1] come from `Branches`.
+        only the ones fewer than `window` positions back; and `tokens_ahead` [U] of the ones behind
+        it. None if causal attention says the same. `ends` and `positions` [U + 1] come from
+        `Branches`.
 
         Above, the query 5 of the keys 1 2 5 sees [1 1 1], with a window of 2 [0 1 1]."""
-        if self.is_causal and (window is None or self.keys.shape[1] <= window):
+        if self.is_causal and tokens_ahead is None and (window is None or self.keys.shape[1] <= window):
             return None
         queries, keys = self.queries[:, :, None], self.keys[:, None, :]
-        seen = (keys <= queries) & (queries < ends[keys])
+        seen = (keys <= (queries if tokens_ahead is None else queries + tokens_ahead[queries])) & (queries < ends[keys])
         if window is not None:
             seen &= positions[queries] - positions[keys] < window
         return seen[:, None]
@@ -111,13 +112,21 @@ class Branches:
         return sum(group.queries.numel() * group.keys.shape[1] for group in self.groups)
 
     def attend(
-        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, window: int | None, dtype: torch.dtype
+        self,
+        attend: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        dtype: torch.dtype,
+        tokens_ahead: Tensor | None = None,
     ) -> Tensor:
         """[1, U, H, D] from `query` [1, H, U, D] and `key`, `value` [1, H_kv, U, D]. `attend` is
-        sdpa of one group, (query, key, value, mask) -> [G, Q, H, D]; it computes in `dtype`."""
+        sdpa of one group, (query, key, value, mask) -> [G, Q, H, D]; it computes in `dtype`.
+        `tokens_ahead` [U]: how many tokens behind itself a token sees, the same in all layers."""
         rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         parts = []
-        for group, mask in zip(self.groups, self.masks(window, dtype), strict=True):
+        for group, mask in zip(self.groups, self.masks(window, dtype, tokens_ahead), strict=True):
             indices = (group.queries, *[group.keys.clamp(max=len(self._scatter) - 1)] * 2)
             picked = [
                 row.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
@@ -126,10 +135,10 @@ class Branches:
             parts.append(attend(*picked, mask).flatten(0, 1))
         return torch.cat(parts).index_select(0, self._scatter)[None]
 
-    def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
+    def masks(self, window: int | None, dtype: torch.dtype, tokens_ahead: Tensor | None = None) -> list[Tensor | None]:
         """The term added to the scores of each group: 0 or -inf. Made once for all layers."""
         if (window, dtype) not in self._masks:
-            seen = [group.find_seen(self._ends, self._positions, window) for group in self.groups]
+            seen = [group.find_seen(self._ends, self._positions, window, tokens_ahead) for group in self.groups]
             self._masks[window, dtype] = [
                 None if each is None else torch.zeros(each.shape, dtype=dtype, device=each.device).masked_fill_(~each, -torch.inf)
                 for each in seen
@@ -277,12 +286,22 @@ class PrefixIntervals:
 
     def count_pairs(self, window: int | None) -> int:
         """Queries times keys of the blocks that are computed."""
-        return int(self._find_blocks(window)[0].sum()) * BLOCK**2
+        return int(self._find_blocks(window, np.arange(len(self._ends)))[0].sum()) * BLOCK**2
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None, **options: Any) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int | None = None,
+        tokens_ahead: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
         """[1, U, H, D] from `query` [1, H, U, D] and `key`, `value` [1, H_kv, U, D]. `window`: the
-        number of tokens that a token sees, itself included. Options: `scaling`, `softcap` as in
-        transformers. Raises ValueError for options that FlexAttention does not support."""
+        number of tokens that a token sees, itself included; `tokens_ahead` [U]: how many behind it.
+        Options: `scaling`, `softcap` as in transformers. Raises ValueError for options that
+        FlexAttention does not support."""
         given = [name for name in UNSUPPORTED if options.get(name) is not None]
         given += ["dropout"] if options.get("dropout") else []
         if given:
@@ -292,36 +311,40 @@ class PrefixIntervals:
         attended: Tensor = _flex_attention(query.device.type)(
             *padded,
             score_mod=None if softcap is None else _make_cap(softcap),
-            block_mask=self.mask(window),
+            block_mask=self.mask(window, tokens_ahead),
             scale=options.get("scaling"),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return attended[:, :, : query.shape[2]].transpose(1, 2)
 
-    def mask(self, window: int | None = None) -> BlockMask:
-        """The mask of P queries and P keys."""
+    def mask(self, window: int | None = None, tokens_ahead: Tensor | None = None) -> BlockMask:
+        """The mask of P queries and P keys. `tokens_ahead` is the same for all windows."""
         if window in self._masks:
             return self._masks[window]
-        some, every = self._find_blocks(window)
+        reach = np.arange(len(self._ends))  # the last token that each sees
+        if tokens_ahead is not None:
+            reach[: len(tokens_ahead)] += tokens_ahead.cpu().numpy()
+        some, every = self._find_blocks(window, reach)
         partial, full = (_list_blocks(blocks, self._device) for blocks in (some & ~every, every))
-        ends, positions = (torch.from_numpy(array.astype(np.int32)).to(self._device) for array in (self._ends, self._positions))
+        arrays = (self._ends, self._positions, reach)
+        ends, positions, last = (torch.from_numpy(array.astype(np.int32)).to(self._device) for array in arrays)
 
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = (query >= key) & (query < ends[key])
+            seen = (last[query] >= key) & (query < ends[key])
             return seen if window is None else seen & (positions[query] - positions[key] < window)
 
         size = len(self._ends)
         made = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=is_seen, seq_lengths=(size, size))
         return self._masks.setdefault(window, made)
 
-    def _find_blocks(self, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def _find_blocks(self, window: int | None, reach: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """[P / 128, P / 128] whether some query of a block may see some key of the other, and
-        whether each sees each."""
+        whether each sees each. `reach` [P]: the last token that each token sees."""
         first = np.arange(0, len(self._ends), BLOCK)
         last = first + BLOCK - 1
-        ends, positions = (array.reshape(-1, BLOCK) for array in (self._ends, self._positions))
-        some = (last[:, None] >= first) & (first[:, None] < ends.max(1))
-        every = (first[:, None] >= last) & (last[:, None] < ends.min(1))
+        ends, positions, reach = (array.reshape(-1, BLOCK) for array in (self._ends, self._positions, reach))
+        some = (reach.max(1)[:, None] >= first) & (first[:, None] < ends.max(1))
+        every = (reach.min(1)[:, None] >= last) & (last[:, None] < ends.min(1))
         if window is not None:
             some &= positions.min(1)[:, None] - positions.max(1) < window
             every &= positions.max(1)[:, None] - positions.min(1) < window

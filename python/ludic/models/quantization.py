@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, import_optional
 from ludic.models.heads import find_head_parts
+from ludic.models.images.features import find_image_modules
 
 KINDS = ("nf4", "fp4", "int8")
 BLOCK = 64
@@ -124,12 +125,12 @@ def require_bitsandbytes() -> Any:
 
 
 def find_quantizable_layers(model: Any, settings: QuantizationSettings) -> dict[str, nn.Linear]:
-    """The linear layers of the model's blocks, by name. The output layer, the head of a model that
-    scores, embeddings and tied weights stay as they are, as with transformers; and in 4 bits layers
+    """The linear layers of the model's blocks, by name. A tower for images, the output layer, the
+    head of a model that scores, embeddings and tied weights stay as they are; and in 4 bits layers
     whose input is no multiple of 64, which bitsandbytes 0.50 dequantises wrongly on a CPU."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     heads = tuple(f"{head}." for head in find_head_parts(model))
-    uses: dict[int, int] = {}
+    of_images, uses = find_image_modules(model), dict[int, int]()
     for module in model.modules():
         for parameter in module._parameters.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
@@ -140,6 +141,7 @@ def find_quantizable_layers(model: Any, settings: QuantizationSettings) -> dict[
         and (settings.kind == "int8" or module.in_features % BLOCK == 0)
         and module is not output
         and any(part.isdigit() for part in name.split("."))  # in a block
+        and name not in of_images
         and not f"{name}.".startswith(heads)
         and uses[id(module.weight)] == 1
     }

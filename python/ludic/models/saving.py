@@ -13,6 +13,7 @@ from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.files.checkpoints import TOKENIZER_FILES
 from ludic.files.manifest import MANIFEST, find_faults, replace_with_manifest
+from ludic.models.images.processor import find_processor
 from ludic.models.loading import find_whole_model
 from ludic.models.lora import save_adapter, save_merged
 from ludic.models.places import adapter_folder, base_folder
@@ -53,6 +54,14 @@ PEFT_CARD = "# Model Card for Model ID"
 """In the card that PEFT writes, which says nothing."""
 
 
+def save_tokenizer(tokenizer: Any, folder: Path, model: Any) -> None:
+    """Write the tokenizer, and of a model that sees images its processor. A tokenizer of the
+    processor's own is replaced."""
+    if (processor := find_processor(model)) is not None:
+        processor.processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def save_policy(
     model: Any, tokenizer: Any, folder: Path, *, base: str | None = None, make_card: Callable[[bool], str | None] | None = None
 ) -> None:
@@ -60,7 +69,7 @@ def save_policy(
     `adapter` next to it. They name `base` as their base model, or without it the folder `base` next
     to them. `make_card` gives the model card, of adapters if its argument is true."""
     with replace_with_manifest(folder) as aside:
-        tokenizer.save_pretrained(aside)
+        save_tokenizer(tokenizer, aside, model)
         if has_adapters(model):
             save_merged(model, aside)
         else:
@@ -73,23 +82,24 @@ def save_policy(
         model.config.name_or_path = model.get_base_model().name_or_path = named
         with replace_with_manifest(adapter_folder(folder)) as aside:
             save_adapter(model, aside)
-            tokenizer.save_pretrained(aside)
+            save_tokenizer(tokenizer, aside, model)
             write_card(aside, None if make_card is None else make_card(True), earlier=adapter_folder(folder))
 
 
 class TokenizerFiles:
-    """The files of a tokenizer, which a run saves with each checkpoint. They are made once: a large
-    vocabulary takes longer to write as JSON than to copy."""
+    """The files of a tokenizer, and of the processor of `model`, which a run saves with each
+    checkpoint. They are made once: a large vocabulary takes longer to write as JSON than to
+    copy."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, model: Any = None) -> None:
+        self._tokenizer, self._model = tokenizer, model
         self._contents: dict[str, bytes] = {}
 
     def write(self, folder: Path) -> None:
         """Write the files into the folder."""
         if not self._contents:
             with tempfile.TemporaryDirectory(prefix="ludic-tokenizer-") as made:
-                self._tokenizer.save_pretrained(made)
+                save_tokenizer(self._tokenizer, Path(made), self._model)
                 paths = [path for path in sorted(Path(made).rglob("*")) if path.is_file()]
                 self._contents = {path.relative_to(made).as_posix(): path.read_bytes() for path in paths}
         for name, content in self._contents.items():

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
-from ludic.models.loading import check_dtype, locate_model
+from ludic.models.loading import check_dtype, choose_class, locate_model, split_options, with_processor
 from ludic.models.places import find_adapter_base, holds_only_adapters
 from ludic.models.shard_transfer import Agree, SharedTensor, send_copies, send_to_owners, send_to_shards
 from ludic.models.sharding import ShardingSettings, reshard, shard_model
@@ -52,20 +52,20 @@ def load_skeleton(source: str, dtype: str, model_class: Any = None, **options: A
     """The model that `load_model` loads, without its weights: only its config is read. Stored
     buffers have the values that the model begins with, not the values of the files.
 
-    model_class: a class of transformers with `from_config`. None means the class of causal language
-    models. options: fields of the config, such as `num_labels`.
+    model_class: a class of transformers with `from_config`. None means the class that `load_model`
+    chooses. options: fields of the config, such as `num_labels`; `min_pixels` and `max_pixels`.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     check_dtype(dtype)
     place = locate_model(source)
     if holds_only_adapters(place):  # their model is merged
         return load_skeleton(find_adapter_base(Path(place)), dtype, model_class, **options)
-    config = AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
+    config = AutoConfig.from_pretrained(place, trust_remote_code=False, **split_options(options)[0])
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with init_empty_weights(include_buffers=False):
-        model = (model_class or AutoModelForCausalLM).from_config(config, dtype=chosen, trust_remote_code=False)
+        model = (model_class or choose_class(config)).from_config(config, dtype=chosen, trust_remote_code=False)
     # `from_pretrained` keeps some tensors in float32, which the class names by patterns, such as
     # `e_score_correction_bias`.
     strict, half = set(model._keep_in_fp32_modules_strict or ()), set(model._keep_in_fp32_modules or ())
@@ -74,7 +74,7 @@ def load_skeleton(source: str, dtype: str, model_class: Any = None, **options: A
         if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in kept):
             tensor.data = tensor.data.float()
     model.tie_weights()
-    return model.eval()  # as from_pretrained leaves it
+    return with_processor(model.eval(), place, options)  # in evaluation mode, as from_pretrained leaves it
 
 
 def load_sharded(source: str, dtype: str, settings: ShardingSettings, mesh: DeviceMesh) -> Any:

@@ -1,5 +1,5 @@
-"""Wrappers, kinds and modes of a model: data parallelism, adapters, classifiers, the size of the
-vocabulary, and evaluation or training mode inside a `with` block."""
+"""Wrappers, kinds and modes of a model: data parallelism, adapters, classifiers, the config and the
+vocabulary of its language model, and evaluation or training mode inside a `with` block."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def unwrap_transformer(model: Any) -> Any:
     """The model inside of wrappers for data parallelism and adapters."""
     inner: Any = unwrap_model(model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def find_text_config(model: Any) -> Any:
+    """The config of a transformers model; of one that sees images too, of its language model. None
+    for other modules."""
+    config: Any = getattr(unwrap_transformer(model), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from ludic.tasks.errand import Errand
 from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym
 from ludic.tasks.rewards import success_of
+from ludic.tasks.shapes import Shapes
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.callbacks import Callback, CompletionTable, KeepBest, OffPolicyGuard, PushToHub, StopOnMetric
 from ludic.training.callbacks.base import check_watched
@@ -55,6 +56,7 @@ TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "tictactoe": TicTacToe,
     "tools": Tools,
     "errand": Errand,
+    "shapes": Shapes,
 }
 
 

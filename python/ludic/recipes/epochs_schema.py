@@ -54,6 +54,9 @@ class EpochsRecipe(CommonSettings):
     generated data."""
     data: Any = MISSING
     """Training data; null: `task` generates it."""
+    image_folder: Optional[str] = None  # noqa: UP045
+    """What paths of images in rows are relative to, and may not leave; null: the folder of each
+    data file."""
     heldout: float = setting(least=0, below=1)
     """Share of the data that is held out from training and measured. The choice of rows does not
     depend on the seed."""

@@ -14,6 +14,14 @@ from ludic.inference.local.client import end_token_ids
 from ludic.inference.prompts.template import find_turn_end, read_template, reads_same_ids, with_kwargs
 from ludic.models.adapters import map_base_names
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
+from ludic.models.images.features import set_trained_parts
+from ludic.models.images.processor import attach_processor, find_processor
+from ludic.models.images.small import (
+    make_image_tokenizer,
+    make_small_image_config,
+    make_small_image_model,
+    make_small_processor,
+)
 from ludic.models.loading import check_dtype, load_classifier, load_model, load_tokenizer
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.packed_attention import pin_rope
@@ -25,7 +33,7 @@ from ludic.recipes.compose import has_warmup
 from ludic.recipes.epochs_schema import EpochsRecipe, RMRecipe
 from ludic.recipes.named_sources import is_template
 from ludic.recipes.schema import LoraSection, NetworkSection, Recipe
-from ludic.recipes.sections import QuantizationSection, ShardingSection
+from ludic.recipes.sections import ImagesSection, QuantizationSection, ShardingSection
 from ludic.training import ranks
 from ludic.training.rng import preserved_rng
 
@@ -39,7 +47,7 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
         raise ConfigError("a problem of your own needs model=DIRECTORY; for the untrained small model, set warmup.data")
     if recipe.model is not None:  # before the tokenizer, so that an error names the model
         model = build_model(recipe, None)
-        return model, name_end_tokens(model, build_tokenizer(recipe))
+        return model, fit_tokenizer(model, build_tokenizer(recipe))
     tokenizer = build_tokenizer(recipe)
     return build_model(recipe, tokenizer), tokenizer
 
@@ -49,12 +57,19 @@ def build_model(recipe: Recipe | EpochsRecipe, tokenizer: Any) -> Any:
     rank that gets its weights from rank 0 reads none from files."""
     if recipe.model is not None:
         load = load_skeleton if has_no_weights(recipe.sharding) else load_model
-        model = load(recipe.model, recipe.dtype, **model_options(recipe))
+        limits = {"max_pixels": recipe.images.max_pixels, "min_pixels": recipe.images.min_pixels}
+        model = load(recipe.model, recipe.dtype, **limits, **model_options(recipe))
     else:
         model = make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
+        if recipe.network.kind == "qwen2_vl":
+            attach_processor(model, make_small_processor(tokenizer, model.config))
+    if find_processor(model) is not None:
+        set_trained_parts(model, recipe.images.tower)
+    elif recipe.images != ImagesSection():
+        raise ConfigError(f"images is set, and {type(model).__name__} sees none; name a model that does, or leave it out")
     pin_rope(model, recipe.trainer.max_seq_len)  # what only samples has it from here
     if tokenizer is not None:
-        name_end_tokens(model, tokenizer)
+        fit_tokenizer(model, tokenizer)
     return model
 
 
@@ -70,12 +85,15 @@ def model_options(recipe: Any) -> dict[str, Any]:
     return options
 
 
-def name_end_tokens(model: Any, tokenizer: Any) -> Any:
+def fit_tokenizer(model: Any, tokenizer: Any) -> Any:
     """Add the tokens that end an answer to the generation config of `model`, which is saved with it
-    and read by servers. Returns the tokenizer."""
+    and read by servers, and let images be read with this tokenizer. Returns the tokenizer."""
     ends = end_token_ids(model, tokenizer)
     if len(ends) > 1 and getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = sorted(ends)
+    if (images := find_processor(model)) is not None:
+        images.tokenizer = images.processor.tokenizer = tokenizer
+        attach_processor(tokenizer, images)
     return tokenizer
 
 
@@ -115,11 +133,14 @@ def check_vocabulary(setting: str, source: str, tokenizer: Any) -> None:
 
 
 def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
-    """A Qwen2 over the tokens of `tokenizer`, by default over bytes. With the settings of the
-    built-in recipes it has 427,520 parameters."""
+    """A Qwen2 or Qwen2-VL over the tokens of `tokenizer`, by default over bytes. With the settings
+    of most built-in recipes it has 427,520 parameters."""
+    config = make_small_config(network, tokenizer)
+    if network.kind == "qwen2_vl":
+        return make_small_image_model(config)
     from transformers import Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(make_small_config(network, tokenizer))
+    return Qwen2ForCausalLM(config)
 
 
 def small_dtype(dtype: str) -> torch.dtype:
@@ -134,24 +155,27 @@ def make_small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
     from transformers import Qwen2Config
 
     tokenizer = _make_small_tokenizer(network) if tokenizer is None else tokenizer
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=network.hidden_size,
-        num_hidden_layers=network.num_layers,
-        num_attention_heads=network.num_heads,
-        num_key_value_heads=network.num_kv_heads,
-        intermediate_size=network.intermediate_size,
-        max_position_embeddings=network.max_positions,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=network.initializer_range,
-        attn_implementation="sdpa",
-    )
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": network.hidden_size,
+        "num_hidden_layers": network.num_layers,
+        "num_attention_heads": network.num_heads,
+        "num_key_value_heads": network.num_kv_heads,
+        "intermediate_size": network.intermediate_size,
+        "max_position_embeddings": network.max_positions,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "initializer_range": network.initializer_range,
+    }
+    if network.kind == "qwen2_vl":
+        return make_small_image_config(tokenizer, **shape)
+    return Qwen2Config(**shape, tie_word_embeddings=True, attn_implementation="sdpa")
 
 
 def _make_small_tokenizer(network: NetworkSection) -> Any:
+    if network.kind == "qwen2_vl":
+        return make_image_tokenizer()
     return make_line_tokenizer() if network.end_of_turn == "newline" else make_byte_tokenizer()
 
 

@@ -23,6 +23,7 @@ from ludic.recipes.sections import (
     ControllersSection,
     CriticSection,
     CurriculumSection,
+    ImagesSection,
     InfoSeedSection,
     ProfileSection,
     QuantizationSection,
@@ -45,8 +46,9 @@ class TaskSection:
     """The problems, their teacher and their verifier."""
 
     kind: str = MISSING
-    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `errand`, `reasoning_gym`, `data`
-    (with `data` and `reward`), or a class of your own as `package.module:Class`."""
+    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `errand`, `shapes`,
+    `reasoning_gym`, `data` (with `data` and `reward`), or a class of your own as
+    `package.module:Class`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
 
@@ -55,6 +57,8 @@ class TaskSection:
 class NetworkSection:
     """The small model that is made when `model` is null."""
 
+    kind: str = setting("qwen2", choices=("qwen2", "qwen2_vl"))
+    """`qwen2` reads text. `qwen2_vl` sees images too; it needs the extra `images`."""
     hidden_size: int = setting(relation="a multiple of network.num_heads")
     """Width of the hidden states."""
     num_layers: int = MISSING
@@ -241,6 +245,7 @@ class CommonSettings:
     report_to: Any = None
     """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
     short name is `log`: `log=[wandb,mlflow]`."""
+    images: ImagesSection = field(default_factory=ImagesSection)
 
 
 @dataclass

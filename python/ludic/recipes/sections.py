@@ -71,6 +71,22 @@ class QuantizationSection:
 
 
 @dataclass
+class ImagesSection:
+    """Of a model that sees images."""
+
+    tower: str = setting(
+        "frozen", choices=("frozen", "projector", "trained"), excludes="lora.rank", hint="adapters are trained alone"
+    )
+    """Which weights behind the features of images are trained. `frozen`: none, and each image is
+    encoded once. `projector`: those between the vision tower and the language model. `trained`:
+    all."""
+    max_pixels: Optional[int] = setting(None, least=1)  # noqa: UP045
+    """Width times height to which larger images are scaled down; null: as the processor says."""
+    min_pixels: Optional[int] = setting(None, least=1)  # noqa: UP045
+    """The same to which smaller images are scaled up."""
+
+
+@dataclass
 class CheckpointSection:
     """Checkpoints, from which an interrupted run is resumed in either phase."""
 

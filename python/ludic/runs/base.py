@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from ludic.errors import StopRequested
-from ludic.models.loading import find_whole_model
+from ludic.errors import CheckpointError, StopRequested
+from ludic.models.images.processor import find_processor
+from ludic.models.loading import find_whole_model, sees_images
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_missing_base, save_policy, write_card
 from ludic.models.wrappers import has_adapters
@@ -82,9 +83,25 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         """The trainer of the present or last phase."""
         self.callbacks: Sequence[Callback] = ()
         """Callbacks in addition to the recipe's, for all phases but the warm-up."""
+        ranks.ask_rank_0("comparing the processor of images", self._check_processor)
         if precision := describe_precision(section):
             screen.note(precision)
         ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, recipe.model, directory.base))
+
+    def _check_processor(self) -> None:
+        """Record the processor of images. Raises CheckpointError if the run began with another."""
+        model, progress = self.parts.model, self.progress
+        if not sees_images(getattr(model, "config", None)):
+            return
+        processor = find_processor(model)
+        now = {"processor": None if processor is None else processor.fingerprint}
+        if progress.images not in (None, now):
+            raise CheckpointError(
+                f"the run began with the processor {progress.images['processor']}, and its model has {now['processor']}: images would "
+                "be other ones; restore its files and the versions of transformers and torchvision"
+            )
+        progress.images = now
+        self.directory.write_progress(progress)
 
     @property
     def measured(self) -> Sequence[str] | None:
@@ -187,7 +204,9 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             layout=cast(Any, kept.layout),  # checked when the recipe was
             static_files=kept.static_files,
         )
-        manager = CheckpointManager(places, tokenizer=self.parts.tokenizer, card=self._make_checkpoint_card)
+        manager = CheckpointManager(
+            places, tokenizer=self.parts.tokenizer, model=self.parts.model, card=self._make_checkpoint_card
+        )
         own = (
             () if phase == "warm_up" else (*build_callbacks(self.recipe.callbacks, console=self.screen.console), *self.callbacks)
         )

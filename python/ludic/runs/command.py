@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ludic.files.atomic import write_text
+from ludic.images.store import ImageStore, use_store
 from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.compose import choose_devices, devices_left_open
 from ludic.recipes.named_sources import check_named_sources
@@ -98,6 +99,20 @@ class RunCommand:
         nothing in the run's folder and has no summary."""
         with devices_left_open():
             recipe, directory = self.open(follows=log is not None)
+        with use_store(ImageStore(None if directory is None else directory.images)) as images:
+            return self._play(recipe, directory, images, console, started, log)
+
+    def _play(
+        self,
+        recipe: Any,
+        directory: RunDirectory | None,
+        images: ImageStore,
+        console: Console,
+        started: float,
+        log: RankLog | None,
+    ) -> tuple[int, str]:
+        """The same of a composed recipe, in the folder of a run that is resumed. `images`: the
+        store, which lies in the folder once there is one."""
         if needs_launcher(recipe.place) and not self._is_placed and read_rank_environment() is None:
             return launch(recipe, lambda: self.begin(recipe), directory, console)
         try:
@@ -112,6 +127,7 @@ class RunCommand:
             run_class, screen, parts = self._build(recipe, console)
             is_new = directory is None
             directory = directory or self.begin(recipe)
+            images.settle(directory.images)
             if log is not None:
                 log.open_file(directory.ranks)
             with _record_failure(directory, screen.note, is_new=is_new):

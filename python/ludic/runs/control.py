@@ -19,6 +19,7 @@ from ludic.files.checkpoints import check_model_folder
 from ludic.files.manifest import replace_with_manifest
 from ludic.models.loading import load_model
 from ludic.models.lora import save_merged
+from ludic.models.saving import save_tokenizer
 from ludic.models.sharded_loading import load_skeleton
 from ludic.models.state_files import holds_whole_weights
 from ludic.models.wrappers import has_adapters
@@ -174,7 +175,7 @@ def _keep(parts: RunParts, directory: RunDirectory, phase: str) -> None:
     if has_checkpoint(directory.checkpoints / phase) or directory.read_progress().steps:
         raise CheckpointError(f"{directory.reference}, the reference of this trained policy, is gone; {remedy}")
     with replace_with_manifest(directory.reference) as aside:
-        parts.tokenizer.save_pretrained(aside)
+        save_tokenizer(parts.tokenizer, aside, parts.model)
         if has_adapters(parts.model):
             save_merged(parts.model, aside)  # adapters change nothing yet
         else:

@@ -74,6 +74,9 @@ class Progress:
     model_files: dict[str, dict[str, list[dict[str, Any]]]] | None = None
     """Size and hash of each file of the models and the chat template that the recipe names, by
     their folders; null in the folder of an older version."""
+    images: dict[str, str | None] | None = None
+    """Of a model that sees images, the digest of its `processor`, null if it has none; null of one
+    that reads text alone."""
     failed: str | None = None
     """The error that ended the last attempt; null while it runs, after a stop, and at the end."""
 
@@ -104,6 +107,7 @@ class RunDirectory:
         self.reference = path / "reference"  # with a reference only: the policy that reinforcement began with
         self.seed_heatmaps = path / "seed_heatmaps"  # with InfoSeed only
         self.checkpoints = path / "checkpoints"
+        self.images = path / "images"  # that the run has seen, by their digest
         self.server_log = path / "server.log"
         self.ranks = path / "ranks"  # with several ranks only: the output of those that do not lead
         self.policy = path / "policy"  # with actors only: what they sample with

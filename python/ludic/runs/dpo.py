@@ -20,6 +20,7 @@ from ludic.files.checkpoints import check_model_folder
 from ludic.files.jsonl import read_jsonl, write_jsonl
 from ludic.inference.local import LocalChatClient
 from ludic.inference.request import SamplingParams
+from ludic.models.images.processor import find_processor
 from ludic.models.saving import save_policy
 from ludic.models.state_files import holds_whole_weights, read_model
 from ludic.recipes.build import build_config, check_callbacks
@@ -52,6 +53,7 @@ from ludic.training.reference import FrozenModel
 from ludic.training.rng import seed_everything
 from ludic.training.trainer import Trainer
 from ludic.training.types import SAWItem
+from ludic.types import ImageSpan
 
 WARM_UP, DPO = "warm_up", "dpo"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
@@ -98,10 +100,11 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         reference = recipe.reference.model
         if reference is not None:
             check_vocabulary("reference.model", reference, tokenizer)
-        data = PairData.read(recipe, tokenizer, note=note, unpaired=recipe.loss.loss_type == "kto")
+        model = build_model(recipe, tokenizer)
+        images = find_processor(model)
+        data = PairData.read(recipe, tokenizer, images, note=note, unpaired=recipe.loss.loss_type == "kto")
         check_heldout(data.heldout, cfg)
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device
-        model = build_model(recipe, tokenizer)
         if not recipe.warmup.steps:
             model = quantize_base(model, recipe, device)
         model = place_model(model, recipe.sharding, device)
@@ -394,11 +397,14 @@ async def sample_answers(
     sampling = SamplingParams(temperature=1.0, max_tokens=max_new_tokens)
     asked = [prompts[index % len(prompts)] for index in range(count)]
     traces = await asyncio.gather(
-        *(client.complete_tokens(prompt, sampling=sampling, seed=seed + index) for index, prompt in enumerate(asked))
+        *(
+            client.complete_tokens(prompt, sampling=sampling, seed=seed + index, images=images)
+            for index, (prompt, images) in enumerate(asked)
+        )
     )
     judge = getattr(task, "judge", None)
     answers = []
-    for prompt, trace in zip(asked, traces, strict=True):
+    for (prompt, _), trace in zip(asked, traces, strict=True):
         question, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, trace.completion_token_ids))
         ended = trace.finish_reason == "stop"
         answers.append(Answer(question, text, ended, judge(question, text) if judge is not None and ended else None))
@@ -411,16 +417,17 @@ def read_answers(path: Path, *, before: str) -> list[dict[str, Any]]:
     return [row for row in rows if TIMES.index(row["when"]) < TIMES.index(before)]
 
 
-def list_prompts(items: Sequence[SAWItem]) -> list[list[int]]:
-    """The distinct prompts of the samples, in order of first appearance: the tokens before the
-    first action. Example: ids [5, 6, 7] and [5, 6, 8] with masks [0, 0, 1] have the one prompt
-    [5, 6]."""
-    prompts: dict[tuple[int, ...], None] = {}
+def list_prompts(items: Sequence[SAWItem]) -> list[tuple[list[int], tuple[ImageSpan, ...]]]:
+    """The distinct prompts of the samples, in order of first appearance: the tokens and images
+    before the first action. Example: ids [5, 6, 7] and [5, 6, 8] with masks [0, 0, 1] have the one
+    prompt [5, 6]."""
+    prompts: dict[tuple[tuple[int, ...], tuple[ImageSpan, ...]], None] = {}
     for item in items:
         start = int(np.flatnonzero(np.asarray(item.action_mask))[0]) if np.any(item.action_mask) else 0
         if start:
-            prompts.setdefault(tuple(int(token) for token in item.input_ids[:start]))
-    return [list(prompt) for prompt in prompts]
+            images = tuple(span for span in item.images if span.start < start)
+            prompts.setdefault((tuple(int(token) for token in item.input_ids[:start]), images))
+    return [(list(prompt), images) for prompt, images in prompts]
 
 
 def _share(hits: Sequence[bool]) -> Mapping[str, float | None]:

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ludic.errors import ConfigError
 from ludic.inference.vllm.launch import count_kv_values
-from ludic.models.loading import check_dtype, locate_model
+from ludic.models.images.features import set_trained_parts
+from ludic.models.loading import check_dtype, choose_class, locate_model, sees_images
 from ludic.models.places import find_adapter_base, holds_only_adapters
 from ludic.models.quantization import QuantizationSettings, find_quantizable_layers
 from ludic.recipes.build import build_algorithm
@@ -145,6 +146,7 @@ class MemoryEstimator:
         check_dtype(recipe.dtype)
         from transformers import AutoConfig
 
+        self._tower = recipe.images.tower
         self.name = recipe.model or "the small model that is made"
         self._scores = isinstance(recipe, RMRecipe)  # one number, and no logits
         self.config: Any
@@ -231,14 +233,16 @@ class MemoryEstimator:
         return dtype
 
     def _build(self, dtype: torch.dtype, settings: Settings) -> nn.Module:
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+        from transformers import AutoModelForSequenceClassification
 
-        kind = AutoModelForSequenceClassification if self._scores else AutoModelForCausalLM
+        kind = AutoModelForSequenceClassification if self._scores else choose_class(self.config)
         if self._scores:
             self.config.num_labels = 1
             self.config.pad_token_id = self.config.pad_token_id or 0  # a classifier has no batch without one
         with torch.device("meta"):
             model: nn.Module = kind.from_config(self.config, dtype=dtype, trust_remote_code=False)
+        if not self._scores and sees_images(self.config):
+            set_trained_parts(model, self._tower)
         model.train()
         adapters = build_lora_settings(settings.lora)
         return model if adapters is None else apply_settings(model, adapters)

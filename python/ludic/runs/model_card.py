@@ -61,6 +61,7 @@ def make_card(name: str, progress: Progress, *, is_adapter: bool) -> str:
             recipe,
             base=recipe["model"] if is_on_hub(recipe.get("model"), progress) else None,
             is_adapter=is_adapter,
+            sees_images=progress.images is not None,
         ),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -105,11 +106,11 @@ def _write_metadata(recipe: Mapping[str, Any], progress: Progress, *, is_adapter
     base, algorithm = recipe.get("model"), find_algorithm(progress)
     has_adapters, is_quantized = (recipe.get("lora") or {}).get("rank"), _quantization(recipe).get("kind")
     method = ("qlora" if is_quantized else "lora") if has_adapters else None
-    has_base = is_on_hub(base, progress)
+    has_base, written = is_on_hub(base, progress), "text-generation" if progress.images is None else "image-text-to-text"
     metadata = ModelCardData(
         base_model=base if has_base else None,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-classification" if progress.command == "train-rm" else "text-generation",
+        pipeline_tag="text-classification" if progress.command == "train-rm" else written,
         tags=["ludic", *(tag for tag in (progress.command, algorithm, method) if tag)],
         datasets=[source for source in list_sources(recipe.get("data")) if is_on_hub(source, progress)] or None,
         **({"base_model_relation": "adapter" if is_adapter else "finetune"} if has_base else {}),
@@ -197,7 +198,9 @@ def _table(titles: tuple[str, ...], rows: Any) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def explain_loading(command: str, recipe: Mapping[str, Any], *, base: str | None, is_adapter: bool) -> str:
+def explain_loading(
+    command: str, recipe: Mapping[str, Any], *, base: str | None, is_adapter: bool, sees_images: bool = False
+) -> str:
     """`base`: the hub id of the model that was trained. None if it has none. Adapters over
     quantised weights are loaded over the same weights: 4 bits by transformers, which stores them as
     the run did, and int8 by ludic, since LLM.int8() is another form."""
@@ -223,10 +226,17 @@ def explain_loading(command: str, recipe: Mapping[str, Any], *, base: str | None
                 f"The adapters were trained over a base whose weights are stored in {kind}. Over the plain base they give nearly, but not "
                 "exactly, the model that was trained."
             )
-    return (
+    text = (
         f"## How to load it\n\n{' '.join(where)}\n\n```python\n{imports}\n\n{code}\n"
         f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n```bash\n{served}\n```'
     )
+    if sees_images:
+        text = (
+            text.replace("ForCausalLM", "ForImageTextToText")
+            .replace("AutoTokenizer", "AutoProcessor")
+            .replace("tokenizer =", "processor =")
+        )
+    return text
 
 
 def _quantization(recipe: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.files.checkpoints import check_model_folder
 from ludic.inference.local import LocalChatClient
 from ludic.interaction.agent_program import describe_agent
+from ludic.models.images.processor import find_processor
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.models.wrappers import has_adapters
@@ -125,7 +126,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
         check_critic(recipe, algorithm, tokenizer)
-        check_prompts(recipe, task, tokenizer)
+        check_prompts(recipe, task, tokenizer, model)
         warn_of_long_prompts(recipe, task, tokenizer, model)
         try_task(recipe, task, tokenizer, model)
         task = add_reward_model(recipe, task, tokenizer)
@@ -137,7 +138,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         warmup_cfg = build_trainer_config(recipe.warmup.trainer, **derived)
         cfg = build_trainer_config(recipe.trainer, **derived, temperature=temperature)
         check_teacher(recipe.teacher, tokenizer, cfg)
-        warmup = Warmup.read(recipe, task, tokenizer)
+        warmup = Warmup.read(recipe, task, tokenizer, find_processor(model))
         check_watched_metrics(recipe, warmup_cfg, cfg, task)
         return RLParts(model, tokenizer, task, algorithm, warmup_cfg, cfg, warmup)
 

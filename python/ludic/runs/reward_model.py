@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ludic.files.atomic import write_text
+from ludic.models.images.processor import find_processor
 from ludic.models.quantization import count_weights
 from ludic.recipes.build import build_config, check_callbacks
 from ludic.recipes.epochs_schema import RMRecipe
@@ -60,9 +61,9 @@ class RMRun(PairsRun[RMRecipe, RMDirectory]):
         cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg)
-        data = PairData.read(recipe, tokenizer, note=note)
-        check_heldout(data.heldout, cfg)
         model = build_reward_model(recipe, tokenizer)
+        data = PairData.read(recipe, tokenizer, find_processor(model), note=note)
+        check_heldout(data.heldout, cfg)
         # A whole model that the ranks share out is only saved, and computes nothing.
         model = place_model(model, recipe.sharding, "cpu" if is_shared_out(recipe.sharding) else cfg.model_device)
         return PairsParts(model, tokenizer, cfg, count_steps(data, recipe), data, algorithm)

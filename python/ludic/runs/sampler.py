@@ -105,6 +105,7 @@ def check_inference(recipe: Recipe, model: Any) -> None:
     from ludic.inference.vllm.endpoints import VllmEndpoints
     from ludic.inference.vllm.launch import check_has_vllm, is_cpu_build, server_python
     from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S, server_url
+    from ludic.models.wrappers import find_text_config
 
     if section.url is not None:
         for url in _list_urls(section):
@@ -117,7 +118,7 @@ def check_inference(recipe: Recipe, model: Any) -> None:
         return  # they find vLLM, or not, on their own machines
     python = server_python(section.python)
     check_has_vllm(python)
-    config = getattr(model, "config", None)
+    config = find_text_config(model)
     if config is None or not (section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))):
         return
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -148,8 +148,8 @@ def start_server(
 
 def _read_rope_limit(folder: Path, tokens: int) -> int | None:
     """The context for which vLLM chooses the RoPE that the trainer is pinned to. None means any."""
-    config = SimpleNamespace(**read_json(folder / "config.json"))
-    return min(find_rope_limits(config, tokens), default=None)
+    config = read_json(folder / "config.json")
+    return min(find_rope_limits(SimpleNamespace(**config.get("text_config", config)), tokens), default=None)
 
 
 POLL_S = 0.2

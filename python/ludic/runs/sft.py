@@ -11,6 +11,7 @@ from typing import Any
 
 from ludic.files.jsonl import write_jsonl
 from ludic.inference.local.client import end_token_ids
+from ludic.models.images.processor import find_processor
 from ludic.recipes.build import build_trainer_config, check_callbacks
 from ludic.recipes.epochs_schema import SFTRecipe
 from ludic.recipes.model import add_adapters, build_model, build_tokenizer, check_adapters, quantize_base
@@ -49,11 +50,12 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
         check_adapters(recipe)
         seed_everything(recipe.seed, threads=recipe.threads)
         tokenizer = build_tokenizer(recipe)
-        data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer)
+        model = build_model(recipe, tokenizer)
+        data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer, find_processor(model))
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
-        model = quantize_base(build_model(recipe, tokenizer), recipe, cfg.model_device)
+        model = quantize_base(model, recipe, cfg.model_device)
         model = add_adapters(place_model(model, recipe.sharding, cfg.model_device), recipe, seed=recipe.seed)
         steps = data.count_steps(recipe) if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None

@@ -17,9 +17,14 @@ from ludic.context import GivenDialog
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, LudicError, error_location
 from ludic.event_loop import call_outside_loop
+from ludic.images.content import intern_observation
+from ludic.images.store import current_store
 from ludic.inference import ChatCompletionRequest
 from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.prompts.template import Dialogue, read_template, read_template_kwargs
+from ludic.interaction.single_agent import store_images
+from ludic.models.images.processor import find_processor
+from ludic.models.wrappers import find_text_config
 from ludic.recipes.schema import Recipe
 from ludic.runs.rollouts import make_evaluation_inference, make_protocol
 from ludic.tasks import Episode, EpisodicTask
@@ -46,10 +51,10 @@ def try_task(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> 
         if recipe.warmup.steps and recipe.warmup.data is None:
             taught = trial.demonstrate(Random("trial"), tokenizer) or taught
         answers = [taught, ["?"]]
-        context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        context = getattr(find_text_config(model), "max_position_embeddings", None)
         episode = first[0] if len(first) else drawn
         for each, env in zip(answers, trial.make_envs(episode, len(answers)), strict=True):
-            trial.play(env, episode, list(suites), _Scripted(each, tokenizer, context))
+            trial.play(env, episode, list(suites), _Scripted(each, PromptEncoder(tokenizer, find_processor(model)), context))
 
 
 class _Trial:
@@ -85,7 +90,8 @@ class _Trial:
             if value is None:
                 return True
             [turns] = value
-            return bool(turns) and all(isinstance(text, str) for turn in turns for text in (turn.observation, turn.action))
+            contents = [intern_observation(turn.observation, current_store()) for turn in turns]
+            return bool(contents) and None not in contents and all(isinstance(turn.action, str) for turn in turns)
 
         expected = "the answer as text" if self._renamed else "`count` lists of Turn(observation, action)"
         demonstrations = self._call("demonstrations", 1, rng, is_right=is_right, expected=expected)
@@ -169,8 +175,8 @@ class _Trial:
 class _Scripted:
     """Gives the answers in turn, and begins again after the last."""
 
-    def __init__(self, answers: Sequence[str], tokenizer: Any, context: int | None) -> None:
-        self.answers, self._prompts, self._context, self._count = answers, PromptEncoder(tokenizer), context, 0
+    def __init__(self, answers: Sequence[str], prompts: PromptEncoder, context: int | None) -> None:
+        self.answers, self._prompts, self._context, self._count = answers, prompts, context, 0
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         length = len(self._prompts.encode(Dialogue.of(request)).ids)
@@ -209,14 +215,14 @@ def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: 
         )
 
 
-def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
+def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
     """Raise `ConfigError` if the tokenizer cannot render the prompts of a task, or if no prompt
     leaves room for an answer."""
     problems = task.problem_list
     check_dialogues(task, () if problems is None else problems.training, tokenizer)
     if problems is None or recipe.steps == 0:
         return
-    lengths = PromptLengths(recipe, task, tokenizer)
+    lengths = PromptLengths(recipe, task, tokenizer, model)
     first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
     if first_chat is not None:
         lengths.measure(first_chat)
@@ -229,16 +235,16 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
 class PromptLengths:
     """Measures the first prompts of a task's problems in tokens."""
 
-    def __init__(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
         self.system_prompt = recipe.rollout.system_prompt or task.system_prompt
-        self._task, self._tokens = task, PromptEncoder(tokenizer)
+        self._task, self._tokens = task, PromptEncoder(tokenizer, find_processor(model))
         self._tools = [] if task.tool_use is None else task.tool_use.schemas
 
     def measure(self, problem: Episode, *, with_system_prompt: bool = True) -> int:
         context = GivenDialog(self.system_prompt if with_system_prompt else None)
         first = self._task.make_env(problem).env_reset()
         observation, info = asyncio.run(first) if inspect.iscoroutine(first) else first
-        context.on_env_reset(observation, info)
+        context.on_env_reset(*store_images((observation, info)))
         arguments = read_template_kwargs(info, f"problem {problem['id']}")
         return len(self._tokens.encode(Dialogue(context.on_before_act(), self._tools, arguments)).ids)
 
@@ -248,8 +254,8 @@ def warn_of_long_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, mod
     problems = task.problem_list
     if problems is None or recipe.steps == 0:
         return
-    lengths = PromptLengths(recipe, task, tokenizer)
-    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    lengths = PromptLengths(recipe, task, tokenizer, model)
+    context = getattr(find_text_config(model), "max_position_embeddings", None)
     limits = {"trainer.max_seq_len": recipe.trainer.max_seq_len, MODEL: context}
     setting, limit = min(((name, size) for name, size in limits.items() if size), key=lambda pair: pair[1])
     answer = recipe.rollout.max_new_tokens or task.max_new_tokens

@@ -7,16 +7,20 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
+from ludic.data.row_images import check_images, has_images, intern_row, list_images
 from ludic.data.rows_on_disk import Changed
 from ludic.envs.dataset_qa_env import PromptEnv, prompt_shown, right_answer
 from ludic.errors import ConfigError, DataError, check_value
+from ludic.images.content import show_content
+from ludic.images.store import digest_of
 from ludic.tasks.episodic import Problem, ProblemList
 from ludic.tasks.rewards import DataRewards, NoRewards, build_rewards, is_one_verifier
 
@@ -28,6 +32,8 @@ class DataProblem(Problem):
     """A problem and its row of the data set."""
 
     row: Row
+    images_of: NotRequired[tuple[str, str | None]]
+    """Of a row with images: where it is, and the folder of its data file."""
 
 
 class DataTask(ProblemList):
@@ -64,13 +70,16 @@ class DataTask(ProblemList):
         self._is_verified = is_one_verifier(measured_by) and self.scorer.weights == [1.0]
         self.max_new_tokens = max_new_tokens
         rows = TaskData.of(data)
+        self._image_folder = None if rows.image_folder is None else Path(rows.image_folder).expanduser()
         loaded = _load(rows, *rows.first_source)
 
         def read(source: str | DataMixture, split: str, prefix: str) -> Sequence[DataProblem]:
             return self._make_problems(_load(replace(rows, streaming=False), source, split) if prefix else loaded, prefix)
 
         def key(problem: DataProblem) -> str:
-            return hash_text(json.dumps(problem["row"]["prompt"], sort_keys=True))
+            row = problem["row"]
+            shown = [row["prompt"], *map(_digest_image, list_images(row))] if "images_of" in problem else row["prompt"]
+            return hash_text(json.dumps(shown, sort_keys=True, default=_digest_image))
 
         _, self.training, self._held = rows.divide(read, key=key, name=loaded.table.name)
         self.digest = loaded.digest()
@@ -124,14 +133,18 @@ class DataTask(ProblemList):
 
     def make_env(self, problem: Problem) -> PromptEnv:
         row: Row = problem["row"]  # type: ignore[typeddict-item]
+        if "images_of" in problem:
+            where, folder = problem["images_of"]  # type: ignore[typeddict-item]
+            row = intern_row(row, None if folder is None else Path(folder), where)
         return PromptEnv(row, system_prompt=self.system_prompt)
 
     def _make_problems(self, loaded: DataSet, prefix: str) -> Sequence[DataProblem]:
         """The problems of the rows; of rows on disk, made on access. Raises
         DataError, naming the row, if a reward function cannot judge it."""
         scorers = (self.training_scorer, self.scorer)
+        columns = [name for name in loaded.columns if name not in ("prompt", "completion")]
         for scorer in scorers:
-            scorer.check_columns([name for name in loaded.columns if name not in ("prompt", "completion")])
+            scorer.check_columns([*columns, "images"] if has_images(loaded.rows[0]) else columns)
         checking = [scorer for scorer in scorers if scorer.checks_rows]
         for index, row in enumerate(loaded.rows) if checking else ():  # rows on disk are read for it
             try:
@@ -141,10 +154,24 @@ class DataTask(ProblemList):
                 raise DataError(f"{loaded.where(index)}: {error}") from error
 
         def make(index: int, row: Row) -> DataProblem:
-            return DataProblem(id=f"{prefix}{index}", question=prompt_shown(row["prompt"]), answer=right_answer(row), row=row)
+            question = show_content(prompt_shown(row["prompt"]))
+            problem = DataProblem(id=f"{prefix}{index}", question=question, answer=right_answer(row), row=row)
+            if has_images(row):
+                folder = self._image_folder or loaded.table.folder_of(index)
+                problem["images_of"] = loaded.where(index), None if folder is None else str(folder)
+            return problem
 
+        for index, row in enumerate(loaded.rows) if isinstance(loaded.rows, list) else ():
+            check_images(row, self._image_folder or loaded.table.folder_of(index), loaded.where(index))
         problems = Changed(loaded.rows, make)
         return list(problems) if isinstance(loaded.rows, list) else problems
+
+
+def _digest_image(image: Any) -> str:
+    """What tells one image of a row from another, without reading files."""
+    if isinstance(image, Mapping):
+        image = image["path"] if image.get("bytes") is None else image["bytes"]
+    return digest_of(image) if isinstance(image, bytes) else str(image)
 
 
 def _make_heldout_scorer(training: DataRewards, reward: Any, weights: Any) -> DataRewards:
@@ -202,6 +229,9 @@ class TaskData:
     heldout_data: str | None = None
     """Data that is held out instead, its first `num_heldout` rows if that is given."""
     heldout_split: str = "test"
+    image_folder: str | None = None
+    """What paths of images in rows are relative to, and may not leave. None means the folder of
+    each data file."""
     streaming: bool = False
     """Leave the rows of `source` on disk, and read each again when its problem is played. A setting
     of its own in a recipe."""

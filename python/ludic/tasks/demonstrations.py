@@ -8,10 +8,15 @@ from typing import Any
 
 from ludic.context import GivenDialog
 from ludic.errors import ConfigError
+from ludic.images.content import find_message_digests, intern_messages, intern_observation
+from ludic.images.store import current_store
+from ludic.inference.prompts.images import find_spans
 from ludic.inference.prompts.template import ChatTemplate, begin_prompt, find_turn_end
+from ludic.models.images.processor import ImageProcessor
 from ludic.tasks.episodic import EpisodicTask, Task, Turn, as_episodic
+from ludic.training.samples.conversations import expand_images
 from ludic.training.types import SAWBatch, SAWItem
-from ludic.types import Message
+from ludic.types import ImageSpan, Message
 
 
 class DemonstrationSource:
@@ -24,8 +29,17 @@ class DemonstrationSource:
     """
 
     def __init__(
-        self, task: Task | EpisodicTask, tokenizer: Any, *, batch_size: int, seed: int, system_prompt: str | None = None
+        self,
+        task: Task | EpisodicTask,
+        tokenizer: Any,
+        *,
+        batch_size: int,
+        seed: int,
+        system_prompt: str | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
+        """`images`: of a model that sees images."""
+        self._images = images
         self._task, self._tokenizer = as_episodic(task), tokenizer
         self._system_prompt = system_prompt or self._task.system_prompt
         self._batch_size, self._seed = batch_size, seed
@@ -46,15 +60,21 @@ class DemonstrationSource:
             )
         dialogues = [messages for episode in episodes for messages in _prompts(episode, self._system_prompt)]
         arguments = [episode[0].chat_template_kwargs or {} for episode in episodes for _ in episode]
-        prompts = iter(ChatTemplate(self._tokenizer).render_all(dialogues, arguments))
-        texts = [[(next(prompts), turn.action) for turn in episode] for episode in episodes]
+        template = ChatTemplate(self._tokenizer, "" if self._images is None else self._images.marker)
+        digests = list(map(find_message_digests, dialogues))
+        shown = (
+            expand_images(text, messages, self._images, f"a demonstration of {type(self._task).__name__}") if each else text
+            for text, messages, each in zip(template.render_all(dialogues, arguments), dialogues, digests, strict=True)
+        )
+        texts = [[(next(shown), turn.action) for turn in episode] for episode in episodes]
         distinct = list(dict.fromkeys(text for episode in texts for turn in episode for text in turn))
         ids = dict(zip(distinct, self._tokenizer(distinct, add_special_tokens=False)["input_ids"], strict=True))
         end = [token for token in [find_turn_end(self._tokenizer).token] if token is not None]
-        first, items = self._batches * self._batch_size, []
+        first, items, seen = self._batches * self._batch_size, [], iter(digests)
         for number, episode_texts in enumerate(texts, first):
             turns = [(begin_prompt(self._tokenizer, ids[prompt]), [*ids[action], *end]) for prompt, action in episode_texts]
-            items += _items(f"demonstration {number}", turns)
+            spans = [_spans(prompt, next(seen), self._images) for prompt, _ in turns]
+            items += _items(f"demonstration {number}", turns, spans)
         return items, len(episodes)
 
     def state_dict(self) -> dict[str, int]:
@@ -69,28 +89,38 @@ def _prompts(episode: Sequence[Turn], system_prompt: str | None) -> list[list[Me
     """The messages of the prompt of each turn."""
     messages, prompts = list[Message](), list[list[Message]]()
     for turn in episode:
-        messages = [*messages, {"role": "user", "content": turn.observation}] if prompts else _opening(turn, system_prompt)
+        if prompts:
+            messages = [*messages, {"role": "user", "content": intern_observation(turn.observation, current_store())}]
+        else:
+            messages = _opening(turn, system_prompt)
         prompts.append(messages)
         messages = [*messages, {"role": "assistant", "content": turn.action}]
     return prompts
 
 
-def _items(name: str, turns: Sequence[tuple[list[int], list[int]]]) -> list[SAWItem]:
+def _spans(ids: Sequence[int], digests: Sequence[str], images: ImageProcessor | None) -> tuple[ImageSpan, ...]:
+    return tuple(find_spans(ids, digests, images)) if digests and images is not None else ()
+
+
+def _items(name: str, turns: Sequence[tuple[list[int], list[int]]], spans: Sequence[tuple[ImageSpan, ...]]) -> list[SAWItem]:
     """One sample for each run of turns whose prompts extend one another. `turns`: the ids of
-    (prompt, action).
+    (prompt, action); `spans`: the images of each prompt.
 
     Example: turns `([1], [2])` and `([1, 2, 3], [4])` are one sample with ids `[1, 2, 3, 4]` and
     mask `[0, 1, 0, 1]`; a second prompt `[9]` would start a new sample.
     """
     rows: list[tuple[list[int], list[int]]] = []
-    for prompt, action in turns:
+    images: list[tuple[ImageSpan, ...]] = []
+    for (prompt, action), seen in zip(turns, spans, strict=True):
         ids, mask = rows[-1] if rows else ([], [])
-        if rows and prompt[: len(ids)] == ids:
+        if rows and prompt[: len(ids)] == ids and seen[: len(images[-1])] == images[-1]:
+            images[-1] = seen
             mask += [0] * (len(prompt) - len(ids))
             ids += prompt[len(ids) :]
         else:
             ids, mask = list(prompt), [0] * len(prompt)
             rows.append((ids, mask))
+            images.append(seen)
         ids += action
         mask += [1] * len(action)
     return [
@@ -105,6 +135,7 @@ def _items(name: str, turns: Sequence[tuple[list[int], list[int]]]) -> list[SAWI
                 "prompt_length": len(ids) - sum(mask),
                 "completion_length": sum(mask),
             },
+            images=images[index],
         )
         for index, (ids, mask) in enumerate(rows)
     ]
@@ -118,5 +149,6 @@ def prompt_text(tokenizer: Any, question: str, system_prompt: str | None) -> str
 def _opening(turn: Turn, system_prompt: str | None) -> list[Message]:
     """The messages before the first action, as in the context of rollouts."""
     context = GivenDialog(system_prompt)
-    context.on_env_reset(turn.observation, {} if turn.messages is None else {"messages": list(turn.messages)})
+    messages = {} if turn.messages is None else {"messages": intern_messages(turn.messages, current_store())}
+    context.on_env_reset(intern_observation(turn.observation, current_store()), messages)
     return list(context.on_before_act())

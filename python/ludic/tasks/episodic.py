@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 from ludic.agents.tool_agent import CALLS_INFO, FAILED_INFO, ToolUse
 from ludic.envs.env import SingleAgentEnv
+from ludic.images.content import show_content
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.interaction.agent_program import AgentUse
 from ludic.parsers import Parser, ParseResult
@@ -86,7 +87,8 @@ _DRAWN = 500  # held-out episodes of a task without suites
 class Turn(NamedTuple):
     """One turn of a demonstration."""
 
-    observation: str
+    observation: Any
+    """Text, an image, or a list of texts, images and parts."""
     action: str
     messages: Sequence[Message] | None = None
     """First turn only: the messages that begin the conversation, instead of the observation."""
@@ -158,7 +160,8 @@ class EpisodicTask(ABC):
 
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         """One episode for people to read. By default the dialogue."""
-        return Shown(str(episode.get("question", rollout.steps[0].prev_obs)), transcript(rollout), str(episode.get("answer", "")))
+        question = episode.get("question", rollout.steps[0].prev_obs)
+        return Shown(show_content(question), transcript(rollout), str(episode.get("answer", "")))
 
     @property
     def system_prompt(self) -> str | None:
@@ -278,7 +281,7 @@ def task_reducers(task: EpisodicTask) -> dict[str, Reducer]:
 
 def transcript(rollout: Rollout) -> str:
     """The actions, with the environment's answers between them, on one line."""
-    parts = [part for step in rollout.steps for part in (step.action, step.next_obs or "")]
+    parts = [part for step in rollout.steps for part in (step.action, show_content(step.next_obs))]
     return " ".join(" ".join(parts[:-1]).split())
 
 

@@ -31,7 +31,7 @@ from ludic.envs.tictactoe import (
 from ludic.errors import check_value
 from ludic.parsers import Parser, xml_tag_parser
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share, transcript, verbatim
-from ludic.types import Rollout
+from ludic.types import Observation, Rollout
 
 FORMATS = ("moves", "chat")
 _GAMES = 1000  # of each suite, half of them with the agent as X
@@ -139,6 +139,7 @@ class TicTacToe(EpisodicTask):
     def _demonstrate(self, rng: Random) -> list[Turn]:
         """A game of the teacher, as X or as O, against a random opponent."""
         env = self.make_env(_game(rng.choice("XO"), "random"))
+        observation: Observation
         observation, _ = env.env_reset(seed=rng.getrandbits(32))
         turns: list[Turn] = []
         over = False

@@ -19,7 +19,7 @@ from typing import ClassVar
 from ludic.envs.key_value import KEYS, TOOL_RULES, KeyValueEnv, TaggedText, TerseText
 from ludic.errors import check_value
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share, transcript
-from ludic.types import Rollout
+from ludic.types import Observation, Rollout
 
 FORMATS = ("terse", "chat")
 _SPLIT_SEED = 20_000  # of the held-out pairs, which are the same in every run
@@ -94,6 +94,7 @@ class Tools(EpisodicTask):
 
     def _demonstrate(self, episode: Episode, rng: Random) -> list[Turn]:
         env = self.make_env(episode)
+        observation: Observation
         observation, _ = env.env_reset(seed=rng.getrandbits(32))
         turns = []
         for kind, key in self._plan(env, rng):

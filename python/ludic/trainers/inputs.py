@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ludic.agents.tool_agent import Tool, check_tool
+from ludic.data.row_images import intern_row
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
+from ludic.images.store import ImageStore
 from ludic.recipes.overrides import Override, make_override
 from ludic.training.reward_functions import needed_columns, reward_names
 
@@ -31,8 +33,9 @@ Tools = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 
 def source_of(data: Rows, folder: Path, *, rewards: Rewards = ()) -> Any:
     """The setting `data`. Rows are written to `folder` under a name that follows from their
-    content, so that the same rows are the same data. Raises ConfigTypeError for anything else, and
-    ConfigError for rows that lack a column which one of the functions `rewards` asks for."""
+    content, so that the same rows are the same data, and their images to `images` in it. Raises
+    ConfigTypeError for anything else, and ConfigError for rows that lack a column which one of the
+    functions `rewards` asks for."""
     if isinstance(data, str | PathLike):
         return str(data)
     if isinstance(data, Mapping):
@@ -43,7 +46,7 @@ def source_of(data: Rows, folder: Path, *, rewards: Rewards = ()) -> Any:
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
             raise ConfigTypeError(f"row {number} of the data is {type(row).__name__}; every row must be a mapping of columns")
-        rows.append(dict(row))
+        rows.append(intern_row(dict(row), Path.cwd(), f"row {number} of the data", ImageStore(folder / "images")))
     if not rows:
         raise ConfigError("the data has no rows")
     for reward in _listed(rewards):

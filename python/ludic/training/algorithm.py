@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.heads import captured_head, find_padding, select_scores
+from ludic.models.images.rows import IMAGES, RowImages
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import first_position, get_attention, make_packed_keywords
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.models.sharding import gather_tensor, is_sharded, unshard
-from ludic.models.wrappers import is_classifier, unwrap_transformer
+from ludic.models.wrappers import find_text_config, is_classifier, unwrap_transformer
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss as Loss, adapted_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch as Batch, BatchTotals, Correction, Stats
@@ -157,7 +158,7 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     A transformers model is called with `use_cache=False`: with a key-value cache it would not
     separate the sequences.
     """
-    has_cache_setting = hasattr(getattr(unwrap_transformer(model), "config", None), "use_cache")
+    has_cache_setting = hasattr(find_text_config(model), "use_cache")
     keywords: dict[str, Any] = {"use_cache": False} if has_cache_setting else {}
     trees: PrefixTrees | None = batch.get(PREFIX_TREES)
     if trees is not None:
@@ -171,6 +172,9 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
         if first and not is_classifier(unwrap_transformer(model)):  # of an encoder the model's own, as in its servers
             place = torch.arange(first, first + batch["input_ids"].shape[1], device=batch["input_ids"].device)
             keywords["position_ids"] = place.expand_as(batch["input_ids"])
+    images: RowImages | None = batch.get(IMAGES)
+    if images is not None:
+        keywords |= images.keywords(model, batch)
     ids = batch["input_ids"] if trees is None else trees.input_ids
     if "cu_seqlens" in batch and is_classifier(unwrap_transformer(model)):
         with captured_head(model) as seen:

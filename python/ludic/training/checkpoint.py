@@ -55,6 +55,7 @@ from ludic.files.checkpoints import (
     warn_if_unverifiable,
 )
 from ludic.files.manifest import MANIFEST, VerifiedFolders, hash_manifest, replace_listed_json, write_manifest
+from ludic.images.store import current_store
 from ludic.models.saving import StaticFiles, TokenizerFiles, write_card
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import read_model, read_optimizer_if_stored
@@ -101,14 +102,22 @@ class CheckpointManager:
     >>> manager.maybe_save(model, optimizer=optimizer, step=50)
     """
 
-    def __init__(self, cfg: CheckpointConfig, *, tokenizer: Any = None, card: Callable[[int], str | None] | None = None) -> None:
-        """`tokenizer` is saved with each full checkpoint, so that a server can load the folder.
+    def __init__(
+        self,
+        cfg: CheckpointConfig,
+        *,
+        tokenizer: Any = None,
+        model: Any = None,
+        card: Callable[[int], str | None] | None = None,
+    ) -> None:
+        """`tokenizer` is saved with each full checkpoint, and the processor of `model` if it sees
+        images, so that a server can load the folder.
         `card`: step -> the model card of its checkpoint."""
         self.cfg, self._make_card = cfg, card
         self._is_shallow = cfg.layout == "shallow"
         self._small_files: list[TokenizerFiles | StaticFiles] = []
         if tokenizer is not None and not self._is_shallow:
-            self._small_files.append(TokenizerFiles(tokenizer))
+            self._small_files.append(TokenizerFiles(tokenizer, model))
         if cfg.static_files is not None:
             self._small_files.append(StaticFiles(Path(cfg.static_files)))
         self.root = Path(cfg.output_dir)
@@ -201,6 +210,7 @@ class CheckpointManager:
         the folder on all ranks, else None on ranks other than 0."""
         content = {"step": step, **(metadata or {})}
         target = self.root / f"step_{step:06d}"
+        current_store().flush()
         with ranks.agree(f"saving the checkpoint of step {step}"):
             with replace_folder_on_ranks(target, write, shared=shared) as written:
                 if written is not None:

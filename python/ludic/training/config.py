@@ -33,6 +33,7 @@ CHOICES = {
 LEAST = {
     **dict.fromkeys(("pad_token_id", "overhead_tokens", "seed", "max_lag", "warmup_steps", "sync_every_steps"), 0),
     **dict.fromkeys(("max_seq_len", "micro_token_budget", "minibatches_per_batch", "epochs_per_batch", "max_empty_batches"), 1),
+    "image_patch_budget": 1,
     **dict.fromkeys(("early_stopping_patience", "log_every", "eval_concurrency", "eval_max_steps", "eval_every_n_steps"), 1),
 }
 """The least values of settings that are whole numbers."""
@@ -127,6 +128,9 @@ class TrainerConfig:
     micro_token_budget: int = 8192
     """Maximum tokens of a micro-batch, padding included: `longest * rows`; for `padding_free` the
     sum of the lengths. At least `max_seq_len`."""
+    image_patch_budget: int | None = None
+    """Maximum patches of one pass of the vision tower, and so of one image. None means four for
+    each token of `micro_token_budget`."""
     sync_every_steps: int = 1
     """Publish the weights after every this many steps; 0: never."""
     master_weights: bool = True
@@ -238,6 +242,11 @@ class TrainerConfig:
     def was_set(self, name: str) -> bool:
         """Whether the field was passed to the constructor."""
         return name in self._explicit  # type: ignore[attr-defined]
+
+    @property
+    def patch_budget(self) -> int:
+        """`image_patch_budget`, or its default."""
+        return 4 * self.micro_token_budget if self.image_patch_budget is None else self.image_patch_budget
 
     def evaluates_at(self, step: int) -> bool:
         """Whether an evaluation is due after `step` steps."""

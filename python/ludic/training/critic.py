@@ -29,13 +29,14 @@ from ludic.event_loop import TrainFuture
 from ludic.models.flops import counting_forward_alone
 from ludic.models.output_layer import OutputLayer
 from ludic.models.sharding import gather_tensor, get_local, reshard
-from ludic.models.wrappers import evaluation_mode, is_classifier, unwrap_transformer
+from ludic.models.wrappers import evaluation_mode, find_text_config, is_classifier, unwrap_transformer
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, rows_by_key
-from ludic.training.batching.packing import MicroBatch, refuse_columns
+from ludic.training.batching.packing import MicroBatch
+from ludic.training.batching.token_columns import refuse_columns
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import PerStepReward
@@ -82,9 +83,10 @@ def as_value_model(model: nn.Module) -> nn.Module:
     head = _zero_linear(layer.weight).to(layer.weight.dtype)
     inner.set_output_embeddings(head)
     inner.config.tie_word_embeddings = False
+    config = find_text_config(model)
     for setting, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
-        if getattr(inner.config, setting, None) is not None:
-            setattr(inner.config, setting, neutral)
+        if getattr(config, setting, None) is not None:
+            setattr(config, setting, neutral)
     return model
 
 
@@ -150,9 +152,9 @@ class Critic:
 
     @torch.no_grad()
     def _values(self, micro_batch: MicroBatch) -> Tensor:
-        loss = self.backend.algo.loss
+        loss, tensors = self.backend.algo.loss, self.backend.images.bind(micro_batch).tensors
         with evaluation_mode(self.backend.model), autocast(self.cfg), self.backend.counting(micro_batch, "values"):
-            shared = SharedContext(*forward_for_loss(self.backend.model, micro_batch.tensors, loss))
+            shared = SharedContext(*forward_for_loss(self.backend.model, tensors, loss))
         return torch.stack([shared.values(), shared.values(after=True)], dim=-1)
 
     def _estimate(self, macro: MacroBatch, values: Columns) -> tuple[Columns, Columns]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ludic.errors import ConfigError, DataError, check_value
 from ludic.inference.servers.http import run_blocking
 from ludic.inference.vllm.prompt_logprobs import PromptLogprobsClient
+from ludic.models.images.rows import IMAGES
 from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.seed_tags import with_prompt
 from ludic.training.loss.batch import CANDIDATES
@@ -149,6 +150,8 @@ class TeacherServer:
         """Of a `MicroBatch`: [B, T - 1] log-probability of each next token, 0 after a row's last
         action token."""
         tensors = micro_batch.tensors
+        if IMAGES in tensors:
+            raise DataError("a server scores text, and the samples have images; pass teacher=FrozenModel.from_pretrained(...)")
         if CANDIDATES in tensors:
             raise DataError("a server scores the whole vocabulary, not candidates; leave rollout.keep_candidates out")
         ids, acts = tensors["input_ids"], tensors["action_mask"] != 0

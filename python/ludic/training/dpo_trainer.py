@@ -41,6 +41,7 @@ from ludic.training.reference import PrecomputedReference, computes_trees, item_
 from ludic.training.rm_config import DPOTrainerConfig as DPOTrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
+from ludic.types import cut_spans
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -176,9 +177,13 @@ def mismatch_answers(batch: MacroBatch, max_seq_len: int) -> dict[bytes, SAWItem
     starts = [int(np.argmax(item.action_mask)) for item in items]
     mismatched = {}
     for item, start, other, begin in zip(items, starts, [items[-1], *items[:-1]], [starts[-1], *starts[:-1]], strict=True):
-        ids = [*item.input_ids[:start], *other.input_ids[begin:]][-max_seq_len:]
-        mask = [*[0] * start, *other.action_mask[begin:]][-max_seq_len:]
-        mismatched[item_key(item)] = SAWItem(ids, [1] * len(ids), mask, 1.0, item.meta)
+        ids, mask = [*item.input_ids[:start], *other.input_ids[begin:]], [*[0] * start, *other.action_mask[begin:]]
+        spans = (*cut_spans(item.images, 0, end=start), *cut_spans(other.images, begin, to=start))
+        cut = max(0, len(ids) - max_seq_len)
+        cut = max([cut, *(span.start + span.length for span in spans if span.start < cut)])  # no part of an image stays
+        mismatched[item_key(item)] = SAWItem(
+            ids[cut:], [1] * (len(ids) - cut), mask[cut:], 1.0, item.meta, images=cut_spans(spans, cut)
+        )
     return mismatched
 
 

@@ -32,7 +32,8 @@ from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import MicroBatch, Rows, refuse_columns
+from ludic.training.batching.packing import MicroBatch, Rows
+from ludic.training.batching.token_columns import refuse_columns
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import group_key

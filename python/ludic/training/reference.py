@@ -32,6 +32,7 @@ from ludic.event_loop import TrainFuture, await_if_needed
 from ludic.files.atomic import name_aside
 from ludic.files.manifest import HASH
 from ludic.models.flops import FlopCounter
+from ludic.models.images.rows import IMAGES, RowImages
 from ludic.models.loading import load_model
 from ludic.models.sharding import is_sharded
 from ludic.models.tensor_files import StoredTensors
@@ -51,6 +52,7 @@ from ludic.training.loss.batch import CANDIDATES, Batch, num_rows
 from ludic.training.loss.context import SharedContext
 from ludic.training.preflight.layouts import explain_rows
 from ludic.training.types import ReferencePolicy as ReferencePolicy, SAWItem
+from ludic.types import ImageSpan, cut_spans
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ class FrozenModel:
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
         """[B, T, V], or [1, S, V] of a padding-free batch."""
-        return forward_logits(self.model, batch)
+        return forward_logits(self.model, self._passes.images.bind(MicroBatch(dict(batch), 0)).tensors)
 
 
 class WithoutAdapters:
@@ -190,12 +192,18 @@ def sample_keys(micro_batch: MicroBatch) -> list[bytes]:
     """The `sample_key` of each sample."""
     batch = MicroBatch(micro_batch.tensors, num_rows(micro_batch.tensors))
     names = [name for name in ("input_ids", "action_mask", CANDIDATES) if name in batch.tensors]
-    return [sample_key(*(row.tensors[name][0] for name in names)) for row in batch.parts()]
+    keys = []
+    for row in batch.parts():
+        images: RowImages | None = row.tensors.get(IMAGES)
+        keys.append(sample_key(*(row.tensors[name][0] for name in names), images=() if images is None else images.spans[0]))
+    return keys
 
 
-def sample_key(input_ids: Tensor, action_mask: Tensor, candidates: Tensor | None = None) -> bytes:
+def sample_key(
+    input_ids: Tensor, action_mask: Tensor, candidates: Tensor | None = None, *, images: Sequence[ImageSpan] = ()
+) -> bytes:
     """The digest of a sample, [T] int64 ids, [T] mask and [T, K] candidates: of its ids up to its
-    end, and of where its actions are. Padding does not change it."""
+    end, and of where its actions and images are. Padding does not change it."""
     mask = action_mask != 0
     end = int(mask.nonzero().max()) + 1 if mask.any() else 0  # nothing after the last action changes a log-probability
     digest = blake2b(digest_size=KEY_BYTES)
@@ -204,6 +212,8 @@ def sample_key(input_ids: Tensor, action_mask: Tensor, candidates: Tensor | None
     if candidates is not None and (own := candidates[:end]).any():
         places = own.nonzero()
         digest.update(torch.cat([places, own[tuple(places.T)][:, None]], dim=1).cpu().numpy().tobytes())
+    for span in cut_spans(images, 0, end=end):
+        digest.update(f"{span.digest} {span.start}".encode())
     return digest.digest()
 
 
@@ -345,7 +355,7 @@ def _hash(tensors: Mapping[str, Tensor]) -> str:
 def item_key(item: SAWItem) -> bytes:
     """The `sample_key` of a sample outside of a batch."""
     ids, mask = (torch.from_numpy(np.asarray(column).astype(np.int64)) for column in (item.input_ids, item.action_mask))
-    return sample_key(ids, mask)
+    return sample_key(ids, mask, images=item.images)
 
 
 def score_actions(batch: MacroBatch, cfg: TrainerConfig, forward: Score, *, trees: bool = False) -> list[Tensor]:

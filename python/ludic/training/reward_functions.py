@@ -4,8 +4,9 @@
 that the function does not apply to this completion, and a list of (place, float) rewards places in
 it: positions in its `completion_ids`, or characters (start, end). `prompts` and `completions` are
 lists of text, or of lists of messages if the data set has messages. Further keywords are the other
-columns of the data set, as lists, and `completion_ids`, `trainer_state`, `log_extra`, `log_metric`
-and `is_eval` (whether the completions are measured and not trained on). A function gets the
+columns of the data set, as lists (a function that names `images` gets lists of PIL images, opened
+when they are read), and `completion_ids`, `trainer_state`, `log_extra`, `log_metric` and `is_eval`
+(whether the completions are measured and not trained on). A function gets the
 keywords in its signature, or all if it has `**kwargs`. If its signature has them, it also gets
 `tool_calls` and `tool_results`: lists of a completion's calls, in OpenAI's format, and of the texts
 that they returned; and `verified`, the text that `agent.verify` wrote, or None. It can be a
@@ -31,11 +32,14 @@ from functools import partial
 from numbers import Integral
 from typing import Any, TypeVar
 
+from ludic.data.rows_on_disk import Changed
 from ludic.envs.dataset_qa_env import prompt_shown
 from ludic.envs.ifeval import IFEvalReward
 from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, check_value, error_location
 from ludic.event_loop import describe_error, run_in_daemon_thread
+from ludic.images.content import show_content
+from ludic.images.store import URI, current_store
 from ludic.types import Message, Rollout, answers_of, group_of, read_list
 from ludic.user_objects import GivenNames
 
@@ -319,6 +323,8 @@ class RewardFunctions:
         named = [name for name in NAMED if name in inspect.signature(function).parameters]
         arguments: dict[str, Any] = {name: [_read_info(entry.rollout, name) for entry in inputs] for name in named}
         arguments |= {name: [row.get(name) for row in rows] for name in names}
+        if "images" in names and "images" in inspect.signature(function).parameters:
+            arguments["images"] = [_open_images(row.get("images") or ()) for row in rows]
         arguments |= {
             "prompts": [entry.row["prompt"] for entry in inputs],
             "completions": [entry.completion for entry in inputs],
@@ -361,6 +367,12 @@ class RewardFunctions:
             step.info.setdefault("process_rewards", []).append(place)
         last.info.update({f"rewards/{name}": total for name, total in sums.items()})
         return None
+
+
+def _open_images(uris: Sequence[str]) -> Sequence[Any]:
+    """The images of a row, each opened when it is read."""
+    store = current_store()
+    return Changed(uris, lambda _, uri: store.open(uri.removeprefix(URI)))
 
 
 def _read_info(rollout: Rollout, name: str) -> Any:
@@ -424,7 +436,7 @@ def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Me
 
 
 def _shown_prompt(rollout: Rollout) -> str:
-    text = prompt_shown(find_row(rollout)["prompt"])
+    text = show_content(prompt_shown(find_row(rollout)["prompt"]))
     return f"the prompt {text if len(text) <= SHOWN_PROMPT else text[: SHOWN_PROMPT - 3] + '...'!r}"
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, get_args
 
 from ludic.errors import ConfigError, DataError, GradingError, check_value
 from ludic.event_loop import await_if_needed
+from ludic.images.content import show_content
 from ludic.inference.prompts.template import ChatTemplate, read_template_kwargs
 from ludic.inference.reward_types import ScoringInput
 from ludic.training.credit_assignment import CombineMode, read_score, score_coefficients
@@ -142,6 +143,10 @@ class RewardModelScorer:
             return [_failure(error)] * len(inputs)
 
     def _model_inputs(self, rollout: Rollout) -> list[ScoringInput]:
+        if self.render_fn is None and any(step.trace is not None and step.trace.images for step in rollout.steps):
+            raise DataError(
+                f"rollout {rollout.id} has images, which a reward model that is sent text does not see; set render_fn"
+            )
         if self.step_end is None:
             return [self._model_input(rollout)]
         from ludic.training.process_rewards import find_step_ends
@@ -165,7 +170,7 @@ class RewardModelScorer:
         trace = rollout.steps[-1].trace
         if trace is not None and self._reads_ids():
             return (*read_list(trace, "prompt_token_ids"), *read_list(trace, "completion_token_ids"))
-        return "\n".join(text for step in rollout.steps for text in (step.prev_obs, step.action))
+        return "\n".join(text for step in rollout.steps for text in (show_content(step.prev_obs), step.action))
 
     def _reads_ids(self) -> bool:
         if self._takes_ids is None:

@@ -62,7 +62,7 @@ RESERVED_KEYS = frozenset(
     }
 )
 """Keys that the trainer itself logs under `train/`. A reducer cannot have one of these names."""
-OWN_PREFIXES = ("guard/", "perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", "critic/", MISMATCH)
+OWN_PREFIXES = ("guard/", "perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", "critic/", "images/", MISMATCH)
 """Prefixes of keys that are not logged under `train/`, for the trainer itself."""
 
 
@@ -203,7 +203,7 @@ def _completion_length(item: SAWItem) -> int:
 
 def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
     """Put each key under `train/`, `eval/` or `perf/`; `mismatch/*`, `reference/*`, `critic/*`,
-    `ranks/*`, `queue/*`, `groups/*`, `actors/*` and `guard/*` keys stay as they are.
+    `ranks/*`, `queue/*`, `groups/*`, `actors/*`, `images/*` and `guard/*` keys stay as they are.
 
     Example: `loss` becomes `train/loss`, `eval_loss` becomes `eval/loss`, and `gpu_x` becomes
     `perf/gpu_x`.

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ludic.errors import DataError, DataTypeError
 from ludic.inference.request import InferenceSpec
-from ludic.types import Rollout, Step, is_list_of, lists_when_read, stored
+from ludic.types import ImageSpan, Rollout, Step, is_list_of, lists_when_read, stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,6 +198,8 @@ class SAWItem:
     preference samples `pair_id`, `role` and `label`."""
     attachments: SampleAttachments = field(default_factory=SampleAttachments)
     """Optional per-token data."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the sample, in order; their places in `input_ids`."""
 
     @property
     def actor_logps(self) -> ActorTokenLogps | None:

@@ -4,10 +4,13 @@ a model is ever run."""
 import json
 import time
 
+import numpy as np
 import pytest
 from chromium import Chromium
+from image_spans import parts
 from run_folders import log_rollouts, make_rollout, make_run
 
+from ludic.images.store import ImageStore
 from ludic.runs.directory import RMDirectory
 from ludic.runs.reading import read_run
 from ludic.runs.report.scores import encode_scores
@@ -288,3 +291,19 @@ def test_a_run_that_diverged_and_tokens_without_log_probabilities_are_shown(brow
     show(browser, tmp_path, run)
     assert "3 t" in browser.text(".row")
     assert browser.evaluate("document.querySelectorAll('#heldout circle').length") == 1  # of before; nan has no place
+
+
+def test_a_thumbnail_follows_the_words_for_an_image(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    store = ImageStore(run / "images")
+    digests = [store.add(np.full((16, 24, 3), value, dtype=np.uint8)) for value in (0, 255)]
+    log_rollouts(
+        run, [make_rollout(number, prompt=parts("Look: ", digest, "How many?")) for number, digest in enumerate(digests)]
+    )
+    show(browser, tmp_path, run)
+    words = f"[image 24x16 {digests[0][:8]}...]"
+    browser.wait_for("document.querySelector('.detail .text img').complete")
+    assert browser.evaluate("document.querySelector('.detail .text img').alt") == words
+    assert browser.evaluate("document.querySelector('.detail .text img').naturalWidth") == 24
+    assert browser.evaluate("document.querySelector('.detail .text').textContent") == "Look: How many?"
+    assert browser.evaluate("document.querySelectorAll('.detail img').length") == 1

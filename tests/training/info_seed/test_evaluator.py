@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -10,10 +10,10 @@ import pytest
 import torch
 from training_samples import tiny_model
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
 from ludic.training.info_seed import InfoSeed, SeedEvaluator, seed_heatmap, seed_metrics, seed_of
 from ludic.training.loss.info_seed import seed_directions
-from ludic.types import Rollout, Step, TokenTrace
+from ludic.types import ImageSpan, Rollout, Step, TokenTrace
 
 SEEDS = 3
 
@@ -63,8 +63,8 @@ class Engine:
         return Rollout(id=str(request.sampling_seed), steps=[step], meta={"request_meta": request.meta})
 
 
-def evaluate(**options):
-    engine = Engine()
+def evaluate(*, engine=None, **options):
+    engine = Engine() if engine is None else engine
     evaluator = SeedEvaluator(engine, Digits(), InfoSeed(SEEDS, **options.pop("settings", {})), rollout=Sampling(), **options)
     records, metrics = asyncio.run(evaluator.eval())
     assert records == []
@@ -117,6 +117,17 @@ def test_answers_are_represented_under_the_plain_prompt(tmp_path, loss, pooling)
     np.testing.assert_allclose(written["matrix"], seed_heatmap(rows, seeds)["matrix"], atol=1e-5)
     assert evaluator.step == 1
     assert model.training == tiny_model().training
+
+
+def test_answers_to_images_are_not_represented(tmp_path):
+    class Seeing(Engine):
+        def play(self, request):
+            rollout = super().play(request)
+            rollout.steps[0].trace = replace(rollout.steps[0].trace, images=(ImageSpan("a", 0, 1),))
+            return rollout
+
+    with pytest.raises(DataError, match="the prompts have images"):
+        evaluate(model=tiny_model(), engine=Seeing(), heatmaps=tmp_path)
 
 
 def test_wrong_settings_are_refused(tmp_path):

@@ -1,12 +1,15 @@
 import asyncio
 
 import pytest
+from image_spans import draw_picture
 
 from ludic.envs.env import SingleAgentEnv
 from ludic.errors import ConfigError, DataError
+from ludic.images.content import image_part
+from ludic.images.store import ImageStore, use_store
 from ludic.training.info_seed import InfoSeed, SeedPrompts, SeedTaggedEnv, seed_of, seed_tagged, without_tags
 from ludic.training.types import ActorTokenLogps, EnvSpec, ProtocolSpec, RolloutRequest, SampleAttachments, SAWBatch, SAWItem
-from ludic.types import StepOutcome
+from ludic.types import ImageSpan, StepOutcome
 
 
 def request(**meta):
@@ -137,9 +140,29 @@ def test_seeded_samples_get_the_prompt_of_a_plain_one():
     assert batch.meta["seed/without_plain"] == 0
 
 
+def test_the_prompt_of_a_plain_sample_comes_with_its_images():
+    seeded, plain = sample([1, 9, 9, 6, 99], [8], seed=1), sample([9, 9, 6], [7])
+    seeded.images, plain.images = (ImageSpan("a", 1, 2),), (ImageSpan("a", 0, 2),)
+    [one, other] = without_tags(SAWBatch([seeded, plain])).items
+    assert one.input_ids == [9, 9, 6, 8]
+    assert one.images == other.images == (ImageSpan("a", 0, 2),)
+
+
 def test_seeded_samples_without_a_plain_one_are_dropped_and_counted():
     batch = without_tags(SAWBatch([sample([5], [8], seed=1, group="g"), sample([5], [7], group="h")]))
     assert len(batch.items) == 1
     assert batch.meta["seed/without_plain"] == 1
     with pytest.raises(DataError, match="rollouts of one turn"):
         without_tags(SAWBatch([sample([5], [8], step=1)]))
+
+
+def test_the_text_of_a_prompt_with_images_is_tagged():
+    image, text = image_part("a" * 32), {"type": "text", "text": "How many?"}
+    assert InfoSeed(4).tag([image, text], 3) == [image, {"type": "text", "text": "How many?\n[seed=3]"}]
+    assert InfoSeed(4).tag([text, image], 3) == [text, image, {"type": "text", "text": "\n[seed=3]"}]
+    with use_store(ImageStore()) as store:
+        messages = [{"role": "user", "content": [image_part(store.add(draw_picture(1))), text]}]
+        env = SeedTaggedEnv(Sum(2, messages=messages), 1, "\n[seed={seed}]")
+        [(_, info)] = asyncio.run(env.reset(seed=7)).values()
+    assert info["messages"][0]["content"][1]["text"] == "How many?\n[seed=1]"
+    assert messages[0]["content"][1] == text

@@ -257,9 +257,8 @@ async def test_clipped_prompts_are_not_taken_for_another_template():
 
     _, tokenizer = chat_policy()
     message = {"role": "user", "content": "a long question"}
-    item = SimpleNamespace(
-        meta={"chat_prompt_messages": [message], "prompt_length": 3}, input_ids=[1, 2, 3, 4], action_mask=[0, 0, 0, 1]
-    )
+    meta = {"chat_prompt_messages": [message], "prompt_length": 3}
+    item = SimpleNamespace(meta=meta, input_ids=[1, 2, 3, 4], action_mask=[0, 0, 0, 1], images=())
     batch = SimpleNamespace(items=[item])
     named = [
         CauseFinder(None, None, None, tokenizer, SimpleNamespace(prompts_clipped=clipped)).check_prompts(batch)
@@ -267,3 +266,28 @@ async def test_clipped_prompts_are_not_taken_for_another_template():
     ]
     assert named[0] is not None
     assert named[1] is None
+
+
+async def test_prompts_with_images_are_not_rendered_again_and_are_continued_with_them():
+    from types import SimpleNamespace
+
+    from ludic.training.preflight.causes import CauseFinder
+    from ludic.types import ImageSpan, TokenTrace
+
+    _, tokenizer = chat_policy()
+    span = ImageSpan("0" * 32, 1, 1)
+    meta = {"chat_prompt_messages": [{"role": "user", "content": [{"type": "image", "image": "ludic-image:" + "0" * 32}]}]}
+    shown = SimpleNamespace(meta=meta, input_ids=[1, 2, 3, 4], action_mask=[0, 0, 0, 1], images=(span,))
+    text = SimpleNamespace(meta={}, input_ids=[1, 2], action_mask=[0, 1], images=())
+    asked = []
+
+    class Client:
+        async def complete_tokens(self, ids, *, sampling=None, seed=None, **given):
+            asked.append((ids, given))
+            return TokenTrace(ids, [5], [-1.0])
+
+    batch = SimpleNamespace(items=[shown, text])
+    finder = CauseFinder(None, SimpleNamespace(temperature=1.0), None, tokenizer, Client())
+    assert finder.check_prompts(batch) is None
+    await finder._sample_probes(finder.client, batch)
+    assert asked == [([1, 2, 3], {"images": (span,)}), ([1], {})]

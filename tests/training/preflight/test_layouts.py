@@ -10,14 +10,25 @@ import pytest
 import torch
 from small_architectures import make_architecture
 from small_models import LLAMA, make_from_config, mixture_model
+from tiny_vision import make_tiny_qwen2_vl
 from training_samples import ListSource, assert_same_tensors, branching_items, cpu_config, gradients_of, tiny_model
 
 from ludic.errors import ConfigError
+from ludic.models.images.support import ImageSupport
+from ludic.models.packed_attention import get_attention
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, Trainer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.preflight import layouts
-from ludic.training.preflight.layouts import LENGTHS, SHARED, find_fault, find_precision, measure_rounding, with_right_layout
+from ludic.training.preflight.layouts import (
+    LENGTHS,
+    SHARED,
+    can_compute_trees,
+    find_fault,
+    find_precision,
+    measure_rounding,
+    with_right_layout,
+)
 from ludic.training.rm_config import DPOTrainerConfig
 
 ALGO = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
@@ -153,3 +164,25 @@ def test_the_rounding_of_a_deep_model_is_no_fault(layout, monkeypatch):
     monkeypatch.setattr(layouts, "DIFFERENCE", 0.0)
     attention = None if layout == "padded rows" else "ludic_packed"
     assert find_fault(model, cpu_config(), layout, attention=attention) is None
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_layout_that_is_wrong_for_images_is_replaced(monkeypatch, caplog, error):
+    """A model that cannot be trained on images may be trained on text."""
+    model, _ = make_tiny_qwen2_vl()
+    cfg = cpu_config(packing="padding_free")
+    reasons = {"padding_free": "it mixes images in rows", "trees": "it mixes images in trees"}
+
+    def check(*_):
+        if error:
+            raise ConfigError("it does not read images")
+        return ImageSupport(("padded",), reasons=reasons)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layouts, "check_images", check)
+        assert with_right_layout(cfg, model).packing == "optimal"
+        assert not can_compute_trees(model, cfg)
+        assert get_attention(model) == "sdpa"
+        assert ("does not read images" if error else "mixes images in rows") in caplog.text
+    assert with_right_layout(cfg, model) is cfg
+    assert can_compute_trees(model, cfg)

@@ -4,16 +4,21 @@ import asyncio
 import copy
 import json
 import re
+from dataclasses import replace
 
 import pytest
+from image_spans import draw_picture
 from memory_log import MemoryLog, unreachable
 from queue_runs import Plan, batch_of, in_virtual_time, sample, simulate, virtual_patience
 
 from ludic.errors import CheckpointError, ConfigError, OwnershipLost, QueueError, RolloutError
+from ludic.images.store import ImageStore, use_store
+from ludic.training.queue import entries
 from ludic.training.queue.arrivals import failed_group
 from ludic.training.queue.base import Work
 from ludic.training.queue.entries import Group, as_played, encode_group
 from ludic.training.queue.source import QueueBatchSource
+from ludic.types import ImageSpan, TokenTrace
 
 
 def make_source(log, **options):
@@ -525,3 +530,34 @@ def test_a_state_of_another_run_is_refused():
         source.load_state_dict({**state, "groups_per_batch": 4})
     with pytest.raises(CheckpointError, match="no ledger"):
         source.load_state_dict({**state, "ledger": {}})
+
+
+@in_virtual_time
+async def test_an_entry_with_a_damaged_image_is_set_aside_with_its_name(log):
+    sender, trainer = ImageStore(), ImageStore()
+    digest = sender.add(draw_picture(0))
+    source = make_source(log)
+    with use_store(trainer):
+        waiting = asyncio.create_task(source.next_batch())
+        await asyncio.sleep(0.5)
+        for is_damaged in (True, False, False):
+            lease = log.lease("a")
+            work = lease.work
+            rollouts = sample(work)
+            for rollout in rollouts:
+                trace = TokenTrace([1, 9, 9], [2, 3], [-0.5, -0.25], images=(ImageSpan(digest, 1, 2),))
+                rollout.steps[0] = replace(rollout.steps[0], trace=trace)
+            with use_store(sender):
+                group = Group(lease.run, work.number, work.version, work.attempt, "a", played=as_played(rollouts))
+                payload = encode_group(group)
+            if is_damaged:
+                content = entries._DECODER.decode(payload[22:])
+                content.images[digest] = content.images[digest][:-1] + b"\0"
+                payload = entries.seal(entries.GROUP, content, entries.EntryLimits())
+            assert log.deliver(lease, payload)
+            await asyncio.sleep(3)
+        assert (await waiting).meta["numbers"] == [0, 1]
+        [aside] = log.aside()
+        assert re.search(f"image '{digest}' of the entry is damaged", aside.reason)
+        assert trainer.read(digest) == sender.read(digest)
+        await source.aclose()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError, InferenceError, check_value
+from ludic.errors import ConfigError, DataError, InferenceError, check_value
 from ludic.event_loop import run_in_thread
 from ludic.inference.client import Episode, Sampled, WeightSource, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
@@ -22,10 +22,12 @@ from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.prompts.template import Dialogue, find_turn_end
 from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, refuse_extensions
+from ludic.models.images.processor import find_processor
 from ludic.models.packed_attention import pin_rope
 from ludic.models.published import copy_for_sampling, copy_streamed_weights, copy_weights
 from ludic.models.sharding import is_sharded
-from ludic.types import ChatResponse, TokenTrace
+from ludic.models.wrappers import find_text_config, unwrap_transformer
+from ludic.types import ChatResponse, ImageSpan, TokenTrace
 
 LogprobsMode = Literal["raw", "processed"]
 
@@ -44,6 +46,8 @@ class _Job:
     seed: int | None
     result: asyncio.Future[_Result]
     episode: Episode | None = None
+    images: tuple[ImageSpan, ...] = ()
+    """Of token ids."""
 
 
 @dataclass
@@ -66,6 +70,8 @@ class LocalChatClient:
     contents of the messages, after the token with which the tokenizer begins texts. Tools need a
     chat template that renders them; calls are read in the format in which the template writes them.
     The returned token ids are those that the model read and sampled; text is never tokenised again.
+    A model with a processor (`find_processor`) reads the images of messages, and draws none of the
+    tokens that stand for them; "raw" log-probabilities are still among all tokens.
 
     `logprobs_mode="raw"` returns log-probabilities of the unmodified model, as the trainer computes
     them; `"processed"` log-probabilities of the distribution sampled from, after penalties,
@@ -112,7 +118,7 @@ class LocalChatClient:
         self.model = copy_for_sampling(model, device, dtype) if copy_model else model
         self.tokenizer = tokenizer
         self.logprobs_mode, self.keep_candidates = logprobs_mode, keep_candidates
-        self._prompts = PromptEncoder(tokenizer)
+        self._prompts = PromptEncoder(tokenizer, find_processor(model), model_name=type(unwrap_transformer(model)).__name__)
         self._max_batch_size = max_batch_size
         self._eos_ids = end_token_ids(model, tokenizer)
         self._pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
@@ -144,21 +150,32 @@ class LocalChatClient:
         return request.return_.make_response(answer.text, answer.trace), info
 
     async def complete_tokens(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> TokenTrace:
-        """Continue token ids without changing them. Text is decoded only to find stop strings."""
-        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed)).trace
+        """Continue token ids without changing them, with `images` in the places of their spans.
+        Text is decoded only to find stop strings."""
+        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed, images=images)).trace
 
     async def sample_tokens(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Sampled:
         """`complete_tokens`, with the version of the weights that sampled."""
-        return (await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed))[1]
+        return (await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed, tuple(images)))[1]
 
     @property
     def context_length(self) -> int | None:
         """Tokens of a prompt and its answer; None if the model does not say."""
-        length: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        length: int | None = getattr(find_text_config(self.model), "max_position_embeddings", None)
         return length
 
     async def get_policy_version(self) -> int:
@@ -197,13 +214,16 @@ class LocalChatClient:
         finally:
             self._busy.release()
 
-    def _sampled(self, prompt_ids: list[int], completion: Completion, version: int) -> Sampled:
+    def _sampled(self, request: DecodeRequest, completion: Completion, version: int) -> Sampled:
         logprobs = completion.logprobs if self.logprobs_mode == "raw" else completion.drawn_logprobs
-        trace = TokenTrace.from_arrays(prompt_ids, completion.token_ids, logprobs, completion.finish_reason)
+        trace = TokenTrace.from_arrays(request.prompt_ids, completion.token_ids, logprobs, completion.finish_reason)
         trace = replace(trace, candidates=completion.candidates) if any(completion.candidates) else trace
+        trace = replace(trace, images=tuple(request.images)) if request.images else trace
         return Sampled(trace, not self._eos_ids.isdisjoint(completion.token_ids[-1:]), version)
 
-    async def _enqueue(self, prompt: Dialogue | list[int], sampling: SamplingParams, seed: int | None) -> _Result:
+    async def _enqueue(
+        self, prompt: Dialogue | list[int], sampling: SamplingParams, seed: int | None, images: tuple[ImageSpan, ...] = ()
+    ) -> _Result:
         """Add a job to this event loop's queue and wait for its result."""
         loop = asyncio.get_running_loop()
         if loop not in self._queues:
@@ -211,7 +231,7 @@ class LocalChatClient:
                 del self._queues[closed]
             self._queues[loop] = _Queue()
         queue = self._queues[loop]
-        job = _Job(prompt, sampling, seed, loop.create_future(), current_episode())
+        job = _Job(prompt, sampling, seed, loop.create_future(), current_episode(), images)
         queue.jobs.append(job)
         if queue.worker is None:
             queue.worker = loop.create_task(self._serve(queue))
@@ -252,8 +272,9 @@ class LocalChatClient:
                 if isinstance(made, Exception):
                     raise made
                 prompts[i], prompt = made, made.ids if isinstance(made, Prompt) else made
+                images = made.images if isinstance(made, Prompt) else self._prompts.check_images(made, job.images)
                 stops = job.sampling.stop_texts
-                room = bounds.room(prompt)
+                room = bounds.room(prompt, images)
                 requests[i] = DecodeRequest(
                     prompt_ids=prompt,
                     sampling=job.sampling,
@@ -263,6 +284,7 @@ class LocalChatClient:
                     is_abandoned=job.result.done,
                     episode=job.episode,
                     keep_candidates=self.keep_candidates,
+                    images=images,
                 )
             except Exception as error:
                 results[i] = _as_inference_error(error)
@@ -272,7 +294,7 @@ class LocalChatClient:
             )
             for i, completion in zip(requests, completions, strict=True):
                 if all(map(math.isfinite, completion.logprobs)):
-                    results[i] = prompts[i], self._sampled(requests[i].prompt_ids, completion, version)
+                    results[i] = prompts[i], self._sampled(requests[i], completion, version)
                 else:
                     results[i] = InferenceError(
                         "the model's log-probabilities are not finite; check its weights and its number format"
@@ -329,7 +351,7 @@ def end_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 
 
 def _as_inference_error(error: Exception) -> Exception:
-    if isinstance(error, (InferenceError, ConfigError)):
+    if isinstance(error, (InferenceError, ConfigError, DataError)):
         return type(error)(*error.args)  # a copy for each caller: raising adds to an error's traceback
     wrapped = InferenceError(f"the request could not be served: {type(error).__name__}: {error}")
     wrapped.__cause__ = error

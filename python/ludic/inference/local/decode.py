@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from ludic.errors import InferenceError
 from ludic.inference.client import Episode
+from ludic.inference.local.images import BatchImages, list_banned
 from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, is_separable, join_prefixes
 from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.request import SamplingParams
+from ludic.models.images.rows import has_image_positions
 from ludic.models.packed_attention import find_context, first_position
 from ludic.models.wrappers import evaluation_mode, unwrap_transformer
+from ludic.types import ImageSpan
 
 LEAST_SHARED_TOKENS = 4096
 """Cached tokens that sharing prompts must save; it costs some operations in each layer."""
@@ -44,6 +47,8 @@ class DecodeRequest:
     """The episode of the request, whose later turns may reuse its keys and values."""
     keep_candidates: bool = False
     """Whether the completion has the tokens that it was sampled among."""
+    images: Sequence[ImageSpan] = ()
+    """The images in `prompt_ids`, in order; the model has a processor (`find_processor`)."""
 
 
 @dataclass
@@ -76,11 +81,12 @@ class Bounds:
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()
         return cls(getattr(embeddings, "num_embeddings", None), find_context(model))
 
-    def room(self, prompt_ids: Sequence[int]) -> int | None:
+    def room(self, prompt_ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> int | None:
         """Number of tokens that fit into the context after this prompt; None without a limit.
         Raises InferenceError for an empty, too long or out-of-vocabulary prompt."""
         if fault := self.find_fault(prompt_ids, more=1):
-            raise InferenceError(f"the prompt has {fault}")
+            shown = f"; {sum(span.length for span in images)} of its tokens are {len(images)} images" if images else ""
+            raise InferenceError(f"the prompt has {fault}{shown}")
         return None if self.context is None else self.context - len(prompt_ids)
 
     def find_fault(self, ids: Sequence[int], *, more: int = 0) -> str | None:
@@ -108,27 +114,44 @@ def decode(
 
     The model runs in evaluation mode and without gradients; the mode of each module is restored
     afterwards. With `prefixes`, a request of an episode reuses the keys and values of its earlier
-    turns.
+    turns. A model with a processor draws no placeholders.
     """
     from ludic.inference.local.row_cache import shareable_attention
 
     # Tensors of inference mode could not be used in a later backward pass.
     with evaluation_mode(model), torch.no_grad(), shareable_attention(model):
-        if prefixes is None or not any(request.episode for request in requests):
-            return _Decoding(model, requests, eos_ids, pad_id).run()
-        prefixes.clear_if_changed(model)
-        matches = [None if r.episode is None else prefixes.longest_match(r.episode, r.prompt_ids) for r in requests]
+        has_images, has_episodes = any(r.images for r in requests), any(r.episode for r in requests)
+        if prefixes is not None and (has_images or has_episodes):
+            prefixes.clear_if_changed(model)
+        images = BatchImages(model, prefixes) if has_images else None
+        if prefixes is None or not has_episodes:
+            decoded = _Decoding(model, requests, eos_ids, pad_id, images=images).run()
+            if prefixes is not None and has_images:
+                prefixes.shrink()
+            return decoded
+        matches = [_find_match(prefixes, request, images) for request in requests]
         completions: dict[int, Completion] = {}
         for has_prefix in (False, True):
             rows = [i for i, match in enumerate(matches) if (match is not None) == has_prefix]
             if rows:
                 row_requests, row_matches = [requests[i] for i in rows], [match for i in rows if (match := matches[i])]
-                decoding = _Decoding(model, row_requests, eos_ids, pad_id, row_matches, snapshot_bytes=prefixes.max_bytes)
+                decoding = _Decoding(
+                    model, row_requests, eos_ids, pad_id, row_matches, images=images, snapshot_bytes=prefixes.max_bytes
+                )
                 completions.update(zip(rows, decoding.run(), strict=True))
                 for episode, prefix in decoding.prefixes():
                     prefixes.add(episode, prefix)
                 prefixes.shrink()
         return [completions[i] for i in range(len(requests))]
+
+
+def _find_match(prefixes: PrefixCache, request: DecodeRequest, images: BatchImages | None) -> Match | None:
+    if request.episode is None:
+        return None
+    ids = request.prompt_ids if images is None else images.key(request.prompt_ids, request.images)
+    match = prefixes.longest_match(request.episode, ids, request.images)
+    brings_image = match is not None and any(span.start >= match.length for span in request.images)
+    return None if brings_image and images is not None and images.see_each_other else match
 
 
 def _forward_keywords(model: Any) -> frozenset[str]:
@@ -152,22 +175,24 @@ class _Decoding:
         pad_id: int,
         matches: Sequence[Match] = (),
         *,
+        images: BatchImages | None = None,
         snapshot_bytes: int = 0,
     ) -> None:
-        """`matches` are the cached prefixes of all prompts, or empty. `snapshot_bytes` limits the
-        caches that are kept for `prefixes`."""
-        self.model, self.requests, self.snapshot_bytes = model, requests, snapshot_bytes
+        """`matches` are the cached prefixes of all prompts, or empty. `images`: of a batch that has
+        some. `snapshot_bytes` limits the caches that are kept for `prefixes`."""
+        self.model, self.requests, self.images, self.snapshot_bytes = model, requests, images, snapshot_bytes
         self.keywords = _forward_keywords(model)
         self.device = next(model.parameters()).device
         self.results = [Completion() for _ in requests]
         self.rows = list(range(len(requests)))
-        keys = [stream_key(request.seed, request.prompt_ids) for request in requests]
+        keys = [stream_key(request.seed, request.prompt_ids, request.images) for request in requests]
         self.sampler = Sampler(
             [request.sampling for request in requests],
             keys,
             self.device,
             [request.prompt_ids for request in requests],
             keep_candidates=any(request.keep_candidates for request in requests),
+            banned_ids=list_banned(model),
         )
         self.eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device)
         self.cache: Any = None
@@ -175,19 +200,26 @@ class _Decoding:
         """Whether the cache is a `RowCache`; after the prompts."""
         self.limits = [request.limit for request in requests]
         self.limit = torch.tensor(self.limits, device=self.device)
-        prompts = [tuple(request.prompt_ids) for request in requests]
-        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        self.prompt_of_row = torch.tensor([number[prompt] for prompt in prompts], device=self.device)
+        self.prompts = [tuple(r.prompt_ids if images is None else images.key(r.prompt_ids, r.images)) for r in requests]
+        """[N] the ids of each prompt, with the numbers of its images."""
+        distinct = dict(zip(self.prompts, requests, strict=True))
+        number = {prompt: i for i, prompt in enumerate(distinct)}
+        self.prompt_of_row = torch.tensor([number[prompt] for prompt in self.prompts], device=self.device)
         """[N] index into the distinct prompts, each of which the model reads once. Prompts a, b, a
         give [0, 1, 0]."""
+        read = [(request.prompt_ids, request.images, 0) for request in distinct.values()]
         if matches:  # each row has its own cache
-            self.prompt_of_row = torch.arange(len(prompts), device=self.device)
+            self.prompt_of_row = torch.arange(len(requests), device=self.device)
+            read = [(each.prompt_ids, each.images, match.length) for each, match in zip(requests, matches, strict=True)]
             self.cache, prefix_mask = join_prefixes(matches)
-            self.ids, mask = self._pad([p[match.length :] for p, match in zip(prompts, matches, strict=True)], pad_id)
-            self.mask = torch.cat([prefix_mask, mask], dim=1)
-        else:
-            self.ids, self.mask = self._pad(list(number), pad_id)
+        self.ids, mask = self._pad([ids[start:] for ids, _, start in read], pad_id)
+        self.mask = torch.cat([prefix_mask, mask], dim=1) if matches else mask
         self.has_padding = not bool(self.mask.all())
+        self.positions = None if images is None else images.positions(read, self.ids.shape[1])
+        """[3, N, T] of the tokens that the next pass reads, if they are not counted."""
+        shown = [span.digest for _, spans, start in read for span in spans if span.start >= start]
+        self.features = [] if images is None else images.encode(shown)
+        """Of the images that the next pass reads."""
         self.snapshots: list[tuple[Snapshot, list[int], int]] = []
         """Caches, the requests of their rows, and the number of sampled tokens that they hold."""
         self.has_stops = any(request.contains_stop for request in requests)
@@ -236,20 +268,25 @@ class _Decoding:
             for i, row in enumerate(rows):
                 request = self.requests[row]
                 if request.episode is not None:
-                    ids = [*request.prompt_ids, *self.results[row].token_ids[:num_sampled]]
+                    ids = [*self.prompts[row], *self.results[row].token_ids[:num_sampled]]
                     yield request.episode, Prefix(snapshot, i, ids)
 
     def _forward(self) -> Tensor:
         """Logits [N, V] of each row's next token, float32."""
         arguments: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
         first = first_position(unwrap_transformer(self.model))
-        if self.has_padding or first:  # mask [0, 0, 1, 1, 1] -> positions [0, 0, 0, 1, 2]
+        # A model with positions of images would count on from those of its last pass.
+        if self.has_padding or first or has_image_positions(self.model):  # mask [0, 0, 1, 1, 1] -> positions [0, 0, 0, 1, 2]
             position = (self.mask.cumsum(dim=1) - 1).clamp(min=0) + first
             arguments["attention_mask"] = self.mask
-            arguments["position_ids"] = position[:, -self.ids.shape[1] :]
+            arguments["position_ids"] = position[:, -self.ids.shape[1] :] if self.positions is None else self.positions
         arguments = {name: value for name, value in arguments.items() if name in self.keywords}
+        if self.images is not None:
+            arguments |= self.images.keywords(self.ids, self.features)
         output = self._run_model(arguments)
-        self.cache = getattr(output, "past_key_values", None)
+        self.cache, self.features = getattr(output, "past_key_values", None), []
+        if self.positions is not None:  # of the next token: [[0, 0, 1, 1]] -> [[2]]
+            self.positions = (self.positions.amax(dim=(0, 2)) + 1)[None, :, None].expand(len(self.positions), -1, 1)
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
@@ -282,8 +319,9 @@ class _Decoding:
             self.has_row_cache = True
             self.cache = RowCache(self.cache, self.prompt_of_row, limit=max(self.limits), share=share)
         elif self.cache is not None and len(self.rows) > len(logits):
-            self.cache.batch_select_indices(self.prompt_of_row)
+            self.cache.reorder_cache(self.prompt_of_row)
         self.ids, self.mask = self.ids[self.prompt_of_row], self.mask[self.prompt_of_row]
+        self.positions = None if self.positions is None else self.positions[:, self.prompt_of_row]
         return logits[self.prompt_of_row]
 
     def _collect_drawn(self) -> None:
@@ -310,9 +348,10 @@ class _Decoding:
         else:
             keep = alive.nonzero().squeeze(1)
             if self.cache is not None:
-                self.cache.batch_select_indices(keep)
+                self.cache.reorder_cache(keep)
         self.rows = [self.rows[i] for i in keep.tolist()]
         self.ids, self.mask, self.limit = (t[keep] for t in (self.ids, self.mask, self.limit))
+        self.positions = None if self.positions is None else self.positions[:, keep]
         self.sampler.keep(keep)
         return alive[keep]
 
@@ -352,7 +391,7 @@ class _Decoding:
             del values[length:]
         return result
 
-    def _pad(self, prompts: Sequence[tuple[int, ...]], pad_id: int) -> tuple[Tensor, Tensor]:
+    def _pad(self, prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
         """Left-padded ids and mask [N, P]: prompts [7, 8] and [9] give [[7, 8], [pad, 9]] and
         [[1, 1], [0, 1]]."""
         width = max(map(len, prompts))

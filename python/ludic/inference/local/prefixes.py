@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ludic.inference.client import Episode
+from ludic.models.images.features import Features
+from ludic.models.wrappers import find_text_config
+from ludic.types import ImageSpan
 
 MIN_CACHED_SHARE = 0.5
 """Share of a prompt below which a cached prefix is not used, because reading the whole prompt is as
@@ -51,7 +54,8 @@ class Prefix:
     snapshot: Snapshot
     row: int
     ids: list[int]
-    """[K] the tokens in the row's first K columns without padding."""
+    """[K] the tokens in the row's first K columns without padding. Those of images are keyed
+    (`models.images.rows`)."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,9 @@ class Match:
 
 
 class PrefixCache:
-    """The prefixes of running episodes: at most `max_bytes`, and twice that while a batch is being
-    decoded. The oldest are dropped first."""
+    """The prefixes of running episodes, and the features of the images that were read last: at most
+    `max_bytes`, and twice that while a batch is being decoded. The oldest are dropped first,
+    features before prefixes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -73,6 +78,10 @@ class PrefixCache:
         another thread decodes."""
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._weights: object = None
+        self.features: dict[str, Features] = {}
+        """Digest -> the features of the image."""
+        self.numbers: dict[str, int] = {}
+        """Digest -> the number of the image in the ids of prefixes."""
 
     @property
     def nbytes(self) -> int:
@@ -87,11 +96,13 @@ class PrefixCache:
             self._weights = weights
 
     def clear(self) -> None:
-        """Drop all prefixes."""
-        self._prefixes.clear()
+        """Drop all prefixes and features."""
+        for known in (self._prefixes, self.features, self.numbers):
+            known.clear()
 
-    def longest_match(self, episode: Episode, prompt_ids: Sequence[int]) -> Match | None:
+    def longest_match(self, episode: Episode, prompt_ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> Match | None:
         """The longest cached prefix of a prompt, without its last token, whose logits are needed.
+        It ends in none of the prompt's `images`, which are read as a whole.
 
         Cached [5, 6, 7] and prompt [5, 6, 7] match in 2 tokens; prompt [5, 6, 9, 9, 9] in none,
         as 2 of 5 are below `MIN_CACHED_SHARE`.
@@ -99,6 +110,7 @@ class PrefixCache:
         best: Match | None = None
         for prefix in self._prefixes.get(episode, ()):
             length = min(_common_length(prefix.ids, prompt_ids), len(prompt_ids) - 1)
+            length = next((start for _, start, size in images if start < length < start + size), length)
             if length >= max(1, MIN_CACHED_SHARE * len(prompt_ids)) and (best is None or length > best.length):
                 best = Match(prefix, length)
         return best
@@ -111,7 +123,7 @@ class PrefixCache:
         episode.on_end(lambda over: self._prefixes.pop(over, None))
 
     def shrink(self) -> None:
-        """Drop the oldest snapshots until the rest fits into `max_bytes`."""
+        """Drop the oldest snapshots and features until the rest fits into `max_bytes`."""
         snapshots = sorted(self._snapshots, key=lambda snapshot: snapshot.number)
         size, dropped = sum(snapshot.nbytes for snapshot in snapshots), set[int]()
         for snapshot in snapshots:
@@ -119,6 +131,10 @@ class PrefixCache:
                 break
             size -= snapshot.nbytes
             dropped.add(snapshot.number)
+        for digest, known in reversed(list(self.features.items())):
+            size += sum(tensor.nbytes for tensor in known.tensors)
+            if size > self.max_bytes:
+                del self.features[digest]
         if dropped:
             for prefixes in list(self._prefixes.values()):
                 prefixes[:] = [p for p in prefixes if p.snapshot.number not in dropped]
@@ -141,7 +157,7 @@ def is_separable(model: Any, cache: Any) -> bool:
     and depend neither on the columns between two tokens nor on the final length of the dialogue."""
     from ludic.inference.local.row_cache import RowCache
 
-    parameters = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
+    parameters = getattr(find_text_config(model), "rope_parameters", None) or {}
     of_layers = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     types = {part.get("rope_type") or ("default" if "rope_theta" in part else "none") for part in of_layers}
     return isinstance(cache, RowCache) and types <= PREFIX_STABLE_ROPE

@@ -30,6 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ludic.models.packed_attention import OWN
+from ludic.models.wrappers import find_text_config
 
 LEAST_COLUMNS = 16
 """Columns that a new buffer has room for."""
@@ -270,9 +271,9 @@ def record_reads() -> Iterator[Reads]:
 def shareable_attention(model: Any) -> Iterator[bool]:
     """Let the model's attention share prompts inside, if it is `sdpa` through transformers'
     interface, or ludic's own, which is `sdpa` for such rows, and in float32. Yields whether it
-    does. What is sampled does not depend on when a trainer sets its attention."""
+    does. Sampled tokens do not depend on when a trainer sets its attention."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config: Any = getattr(inner, "config", None)
+    config = find_text_config(model)  # not of a vision tower
     before = getattr(config, "_attn_implementation", None)
     can = (
         before in ("sdpa", *OWN)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.inference.request import SamplingParams
+from ludic.types import ImageSpan
 
 CHUNK_ELEMENTS = 1 << 20
 """Probabilities processed in one pass."""
@@ -34,15 +35,16 @@ BLOCK = 64
 """Uniforms drawn from each stream in one call; a multiple of four."""
 
 
-def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64]:
+def stream_key(seed: int | None, prompt_ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> NDArray[np.uint64]:
     """[2] the key of one request's random stream; a random key without a seed.
 
-    It depends on the prompt, so that requests with the same seed and different prompts are
-    independent.
+    It depends on the prompt and its images, so that requests with the same seed and different
+    prompts are independent.
     """
     if seed is None:
         return np.frombuffer(secrets.token_bytes(16), dtype=np.uint64)
-    digest = hashlib.blake2b(np.asarray(prompt_ids, dtype="<i8").tobytes(), digest_size=8).digest()
+    shown = "".join(span.digest for span in images).encode()
+    digest = hashlib.blake2b(np.asarray(prompt_ids, dtype="<i8").tobytes() + shown, digest_size=8).digest()
     return np.array([seed % 2**64, int.from_bytes(digest, "little")], dtype=np.uint64)
 
 
@@ -76,9 +78,10 @@ class Sampler:
         prompts: Sequence[Sequence[int]] = (),
         *,
         keep_candidates: bool = False,
+        banned_ids: Sequence[int] = (),
     ) -> None:
         """`prompts` [N]: the token ids that `repetition_penalty` counts as seen. `keep_candidates`:
-        fill `candidates`."""
+        fill `candidates`. `banned_ids` are never drawn."""
 
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
@@ -98,7 +101,8 @@ class Sampler:
         """[N, V] tokens of the prompt and the answer, if one of the rows penalises them."""
         self.candidates: list[list[int]] | None = [] if keep_candidates else None
         """Of each row in the last draw, the ids of the tokens that top-p, top-k and min-p kept; []
-        means all."""
+        means all that are not banned."""
+        self._banned = torch.tensor(banned_ids, dtype=torch.long, device=device)
         self._prompts = prompts if any(p.repetition_penalty != 1 for p in params) else None
         self._plain = all(p.temperature == 1.0 and not p.is_cut for p in params)
         self._greedy = any(p.temperature == 0.0 for p in params)
@@ -132,15 +136,17 @@ class Sampler:
                 row[torch.tensor(prompt, device=self._device)] = True
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         candidates: list[list[int]] = []
-        is_plain = self._plain and not self._penalised
+        num_allowed = logits_NV.shape[1] - len(self._banned)
+        is_plain = self._plain and not self._penalised and not len(self._banned)
         rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
         for start in range(0, logits_NV.shape[0], rows):
             part = slice(start, start + rows)
             logits = logits_NV[part]
-            shaped = logits if is_plain else self._shape_logits(logits, part)
+            allowed = logits.index_fill(1, self._banned, -torch.inf) if len(self._banned) else logits
+            shaped = logits if is_plain else self._shape_logits(allowed, part)
             if self.candidates is not None:
                 kept = shaped > -torch.inf
-                candidates += [[] if each.all() else each.nonzero().squeeze(1).tolist() for each in kept]
+                candidates += [[] if int(each.sum()) == num_allowed else each.nonzero().squeeze(1).tolist() for each in kept]
             p = torch.softmax(shaped, dim=-1)
             token = _invert(p, uniform[part])
             logp = _gather_logp(shaped, p, token)

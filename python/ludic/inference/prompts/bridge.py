@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.images.content import find_message_digests
 from ludic.inference.prompts.template import ChatTemplate, Dialogue, find_turn_end, read_template, special_tokens
 from ludic.inference.prompts.tool_formats import FORMATS, ToolFormat, Tools
 from ludic.types import Message
@@ -58,8 +59,8 @@ class TemplateBridge:
     dialogue; the whole dialogue is, for a template that would write another text there.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
+    def __init__(self, tokenizer: Any, template: ChatTemplate | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, template or ChatTemplate(tokenizer)
         self._ends: dict[tuple[str, bool, str], int | None] = {}
         """(template, has calls, role of the next message) -> the token that ends the answer."""
         self._habits: dict[str, _Habits] = {}
@@ -74,7 +75,7 @@ class TemplateBridge:
         """What follows the answer `dialogue.messages[answer]`, up to where the next answer begins;
         None if the template does not show the answer. Raises what the template raises."""
         messages, given = dialogue.messages, dialogue.template_kwargs
-        if not self.habits.needs_whole:
+        if not (self.habits.needs_whole or find_message_digests(messages[answer:])):  # a template may number images
             try:
                 short = Dialogue([_ASKED, _marked(messages[answer]), *messages[answer + 1 :]], (), given)
                 return self._after_short(read_template(self._tokenizer), short.key)

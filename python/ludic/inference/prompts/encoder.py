@@ -7,34 +7,44 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
+from ludic.images.content import find_message_digests
 from ludic.inference.client import Episode, Sampled
 from ludic.inference.prompts.bridge import THINK, THINK_END, TemplateBridge
+from ludic.inference.prompts.images import check_texts, expand_markers, find_spans, intern_given, make_text_error
 from ludic.inference.prompts.template import ChatTemplate, Dialogue, begin_prompt, find_turn_end, read_template, special_tokens
 from ludic.inference.prompts.tool_formats import ToolFormat, Tools, completion_finish_reason, count_tool_calls
 from ludic.inference.prompts.transcript import Prompt, Text, Transcript, Turn
-from ludic.types import Message, TokenTrace, read_list, stored
+from ludic.types import ImageSpan, Message, TokenTrace, read_list, stored
+
+if TYPE_CHECKING:
+    from ludic.models.images.processor import ImageProcessor
 
 CACHE_SIZE = 4096
 """Dialogues in a cache, whose prompts the samples of a group share; and turns that are remembered
 for requests outside of episodes."""
 
 
+class _Known(NamedTuple):
+    ids: array[int]
+    images: Sequence[ImageSpan]
+
+
 class DialogueCache:
-    """The ids of each of the last `CACHE_SIZE` dialogues. Thread-safe."""
+    """The ids of each of the last `CACHE_SIZE` dialogues, and where its images are. Thread-safe."""
 
     def __init__(self) -> None:
-        self._values: OrderedDict[str, array[int]] = OrderedDict()
+        self._values: OrderedDict[str, _Known] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, dialogue: Dialogue) -> array[int] | None:
+    def get(self, dialogue: Dialogue) -> _Known | None:
         key = dialogue.key
         with self._lock:
             return self._values.get(key)
 
-    def put(self, dialogue: Dialogue, value: array[int]) -> None:
+    def put(self, dialogue: Dialogue, value: _Known) -> None:
         """Store a value; drops the oldest values beyond `CACHE_SIZE`."""
         key = dialogue.key
         with self._lock:
@@ -85,13 +95,17 @@ class PromptEncoder:
     an answer of the same episode begins with the tokens that were read and sampled (`Transcript`).
 
     Without a template, prompts begin as the tokenizer begins texts; no other special token is
-    added. Thread-safe.
+    added. Images of messages become their placeholders, at the places `Prompt.images`. Thread-safe.
     """
 
-    def __init__(self, tokenizer: Any, *, keeps_sampled: bool = False) -> None:
-        """`keeps_sampled`: as of a `Transcript`."""
-        self.tokenizer, self._keeps_sampled = tokenizer, keeps_sampled
-        self._template, self._bridge = ChatTemplate(tokenizer), TemplateBridge(tokenizer)
+    def __init__(
+        self, tokenizer: Any, images: ImageProcessor | None = None, *, keeps_sampled: bool = False, model_name: str = "the model"
+    ) -> None:
+        """`images`: of a model that sees them. `keeps_sampled`: as of a `Transcript`. `model_name`:
+        for errors."""
+        self.tokenizer, self.images, self._keeps_sampled, self._model_name = tokenizer, images, keeps_sampled, model_name
+        self._template = ChatTemplate(tokenizer, "" if images is None else images.marker)
+        self._bridge = TemplateBridge(tokenizer, self._template)
         self._whole = DialogueCache()
         """The ids of dialogues that continue nothing."""
         self._lock = threading.Lock()
@@ -107,9 +121,11 @@ class PromptEncoder:
 
     def encode(self, dialogue: Dialogue, episode: Episode | None = None, *, begun: Message | None = None) -> Prompt:
         """The prompt of a dialogue, and of an answer to it that is `begun`. Raises ConfigError if
-        the template cannot render the tools."""
-        prompt = self._prepare(dialogue, episode, begun)
-        self._encode([prompt])
+        the template cannot render the tools, and for images that the model or the template cannot
+        show; DataError for a text that spells a token of images."""
+        [prompt] = self._encode([self._prepare(dialogue, episode, begun)])
+        if isinstance(prompt, Exception):
+            raise prompt
         return prompt
 
     def encode_batch(self, dialogues: Sequence[tuple[Dialogue, Episode | None]]) -> list[Prompt | Exception]:
@@ -120,21 +136,44 @@ class PromptEncoder:
                 prompts.append(self._prepare(dialogue, episode))
             except Exception as error:
                 prompts.append(error)
-        self._encode([prompt for prompt in prompts if isinstance(prompt, Prompt)])
-        return prompts
+        return self._encode(prompts)
 
-    def _encode(self, prompts: Sequence[Prompt]) -> None:
-        """Fill in the ids."""
-        parts = [part for prompt in prompts for part in prompt.parts if isinstance(part, Text) and part.text]
+    def _encode(self, prompts: Sequence[Prompt | Exception]) -> list[Prompt | Exception]:
+        """Fill in the ids. A prompt whose ids do not fit its images becomes an error."""
+        prepared = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+        parts = [part for prompt in prepared for part in prompt.parts if isinstance(part, Text) and part.text]
         texts = list(dict.fromkeys(map(self._source, parts)))
         encoded = dict(zip(texts, self._tokenize(texts), strict=True)) if texts else {}
-        for prompt in prompts:
-            for number, part in enumerate(prompt.parts):
-                ids = self._ids_of(part, encoded) if isinstance(part, Text) else part
-                if prompt.parent is None and number == 0 and isinstance(part, Text):
-                    ids = begin_prompt(self.tokenizer, list(ids))
-                    self._whole.put(prompt.dialogue, array("i", ids))
-                prompt.ids += ids
+        results = list(prompts)
+        for place, prompt in enumerate(prompts):
+            try:
+                if isinstance(prompt, Prompt):
+                    self._fill(prompt, encoded)
+            except (ConfigError, DataError) as error:
+                results[place] = error
+        return results
+
+    def _fill(self, prompt: Prompt, encoded: Mapping[str, list[int]]) -> None:
+        for number, part in enumerate(prompt.parts):
+            ids = self._ids_of(part, encoded) if isinstance(part, Text) else part
+            is_whole = prompt.parent is None and number == 0 and isinstance(part, Text)
+            ids = begin_prompt(self.tokenizer, list(ids)) if is_whole else ids
+            if self.images is not None and isinstance(part, Text):
+                prompt.images += find_spans(ids, part.images, self.images, start=len(prompt.ids))
+                self.images.check_count(len(prompt.images))
+            if is_whole:
+                self._whole.put(prompt.dialogue, _Known(array("i", ids), tuple(prompt.images)))
+            prompt.ids += ids
+
+    def check_images(self, ids: Sequence[int], images: Sequence[ImageSpan]) -> Sequence[ImageSpan]:
+        """The `images` of a prompt of ids. Raises ConfigError unless they are those of its
+        placeholders, in order."""
+        if self.images is None:
+            if images:
+                raise make_text_error(self._model_name)
+        elif (found := find_spans(ids, [span.digest for span in images], self.images)) != list(images):
+            raise ConfigError(f"images ({list(images)}) must be the spans of the placeholders, {found}")
+        return images
 
     def read_answer(
         self,
@@ -171,7 +210,7 @@ class PromptEncoder:
         prompt_ids, ids, logps = (
             stored(trace, name) for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
         )
-        kept = TokenTrace(prompt_ids, ids, logps, reason, trace.candidates)
+        kept = TokenTrace(prompt_ids, ids, logps, reason, trace.candidates, tuple(prompt.images))
         answer = Answer(text, message, kept, whole, stop, sampled.ended)
         turn = self.remember(prompt, answer, episode) if remembers else None
         return answer if turn is None else replace(answer, trace=turn.hold(kept))
@@ -198,14 +237,22 @@ class PromptEncoder:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
     def _prepare(self, dialogue: Dialogue, episode: Episode | None, begun: Message | None = None) -> Prompt:
+        if (given := intern_given(dialogue.messages, self.images, self._model_name)) is not dialogue.messages:
+            dialogue = replace(dialogue, messages=given)
         if read_template(self.tokenizer):
             with self._lock:
                 prompt = self._transcript(episode).prepare(dialogue, begun)
         else:
             prompt = Prompt(dialogue, (), "root")
-        if prompt.parent is None:
-            shown, known = prompt.dialogue, self._whole.get(prompt.dialogue)
-            prompt.parts = [known or Text(self._template.render(shown.messages, shown.tools, **shown.template_kwargs))]
+        messages = prompt.dialogue.messages
+        if prompt.parent is not None:
+            prompt.images, messages = list(prompt.parent.images), messages[prompt.parent.num_messages + 1 :]
+        elif known := self._whole.get(prompt.dialogue):
+            prompt.parts, prompt.images, messages = [known.ids], list(known.images), ()
+        else:
+            shown = prompt.dialogue
+            text = self._template.render(shown.messages, shown.tools, **shown.template_kwargs)
+            prompt.parts = [Text(text, images=find_message_digests(messages))]
         appended = ""
         if begun is not None and not prompt.begun:
             appended = str(begun.get("content") or "")
@@ -213,6 +260,12 @@ class PromptEncoder:
             appended = self._bridge.begin_call(dialogue)
         if appended:
             prompt.begun, prompt.parts = appended, [*prompt.parts, Text(appended, self._bridge.turn_end)]
+        if (images := self.images) is not None:
+            check_texts(messages, images)
+            prompt.parts = [
+                replace(part, text=expand_markers(part.text, part.images, images)) if isinstance(part, Text) else part
+                for part in prompt.parts
+            ]
         return prompt
 
     def _source(self, part: Text) -> str:

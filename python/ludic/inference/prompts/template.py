@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ludic.errors import ConfigError, DataError, check_value
+from ludic.images.content import find_digests
 from ludic.inference.request import ChatCompletionRequest
 from ludic.types import Message
 
@@ -93,8 +94,9 @@ class ChatTemplate:
     messages or name the speakers.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, marker: str = "") -> None:
+        """`marker` stands for an image where there is no template, or one that knows only text."""
+        self._tokenizer, self._marker = tokenizer, marker
         self._checked: set[tuple[str, str]] = set()
         """(template, tools) pairs that were checked to render the tools."""
 
@@ -105,7 +107,7 @@ class ChatTemplate:
         if not template:
             if tools:
                 raise ConfigError("the tokenizer has no chat template; set tokenizer.chat_template to one that renders tools")
-            return _join_contents(messages)
+            return _join_contents(self.show(messages))
         text = str(self.apply(messages, prompt=True, tokenize=False, tools=tools, **template_kwargs))
         if tools and (key := (template, json.dumps(tools))) not in self._checked:
             if text == self.apply(messages, prompt=True, tokenize=False, **template_kwargs):
@@ -119,7 +121,7 @@ class ChatTemplate:
         """The rendered messages as text, or as token ids. With `prompt` the header of the
         assistant's next message follows. Raises what the template raises."""
         arguments = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
-        plain = [normalize_message(message) for message in messages]
+        plain = self.show(messages)
         rendered = self._tokenizer.apply_chat_template(plain, add_generation_prompt=prompt, tokenize=tokenize, **arguments)
         if isinstance(rendered, str):
             return rendered
@@ -131,10 +133,46 @@ class ChatTemplate:
         if any(template_kwargs):
             return [self.render(each, **given) for each, given in zip(dialogues, template_kwargs, strict=True)]
         if not read_template(self._tokenizer) or not dialogues:
-            return [_join_contents(messages) for messages in dialogues]
-        plain = [[normalize_message(message) for message in messages] for messages in dialogues]
+            return [_join_contents(self.show(messages)) for messages in dialogues]
+        plain = [self.show(messages) for messages in dialogues]
         texts: list[str] = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         return texts
+
+    def show(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the template reads them: the parts of a content with images, or their
+        text with markers; of other contents the text, or one part of it for templates that would
+        leave a text out (LLaVA's)."""
+        template = read_template(self._tokenizer)
+        if "image" not in template:
+            messages = [_join_parts(message, self._marker) for message in messages]
+        plain = [normalize_message(message) for message in messages]
+        if "image" in template and not _reads_text(self._tokenizer, template):
+            return [
+                {**message, "content": [{"type": "text", "text": text}]}
+                if isinstance(text := message["content"], str)
+                else message
+                for message in plain
+            ]
+        return plain
+
+
+def _join_parts(message: Message, marker: str) -> Message:
+    if not find_digests(content := message.get("content")):
+        return message
+    return {**message, "content": "".join(part.get("text", marker) for part in content or ())}
+
+
+@lru_cache(maxsize=16)
+def _reads_text(tokenizer: Any, template: str) -> bool:
+    """Whether the template shows a content that is text. True if it cannot tell."""
+    text = "a-text-4711"
+    for before in ((), ({"role": "system", "content": "?"},)):
+        try:
+            messages = [*before, {"role": "user", "content": text}]
+            return text in tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception:  # a template is a program: it may raise anything
+            continue
+    return True
 
 
 @dataclass(frozen=True)
@@ -214,11 +252,15 @@ def _join_contents(messages: Sequence[Message]) -> str:
 
 
 def normalize_message(message: Message) -> Message:
-    """The form that chat templates expect: `content` is present, and the arguments of tool calls
-    are objects rather than JSON text."""
-    if message.get("content") is not None and not message.get("tool_calls"):
+    """The form that chat templates expect: `content` is present, images in it are
+    `{"type": "image"}`, and the arguments of tool calls are objects rather than JSON text."""
+    content = message.get("content")
+    has_images = bool(find_digests(content))
+    if content is not None and not message.get("tool_calls") and not has_images:
         return message
-    normalized = {**message, "content": message.get("content") or ""}
+    normalized = {**message, "content": content or ""}
+    if has_images:
+        normalized["content"] = [{"type": "image"} if part.get("type") == "image" else part for part in content or ()]
     if message.get("tool_calls"):
         normalized["tool_calls"] = [_with_arguments_object(call) for call in message["tool_calls"]]
     return normalized

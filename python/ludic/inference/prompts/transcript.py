@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 
 from ludic.columns import Column, append_ids, int_column
+from ludic.images.content import find_message_digests
 from ludic.inference.prompts.bridge import Bridge, TemplateBridge
 from ludic.inference.prompts.template import Dialogue
-from ludic.types import Message, TokenTrace, stored
+from ludic.types import ImageSpan, Message, TokenTrace, stored
 
 
 @dataclass(eq=False)
@@ -43,11 +44,14 @@ class Turn:
     """Of these and the answer."""
     num_messages: int
     """Of its prompt."""
+    images: tuple[ImageSpan, ...] = ()
+    """Of its prompt."""
 
     def hold(self, trace: TokenTrace) -> TokenTrace:
         """The trace of this turn in its memory."""
         at, logps = len(self.ids) - len(stored(trace, "completion_token_ids")), stored(trace, "completion_logprobs")
-        return TokenTrace(self.ids[:at], self.ids[at:], logps, trace.finish_reason, trace.candidates)  # type: ignore[arg-type]
+        prompt, completion = self.ids[:at], self.ids[at:]
+        return TokenTrace(prompt, completion, logps, trace.finish_reason, trace.candidates, self.images)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Text:
 
     text: str
     after: int | None = None
+    images: Sequence[str] = ()
+    """The digests of the images that it shows, in order."""
 
 
 @dataclass
@@ -78,6 +84,8 @@ class Prompt:
     """Ids, and texts to encode."""
     ids: list[int] = field(default_factory=list)
     """[P] all ids, once they are encoded."""
+    images: list[ImageSpan] = field(default_factory=list)
+    """The images in the ids, in order."""
     begun: str = ""
     """Text at the end of the prompt that begins the answer."""
 
@@ -130,7 +138,7 @@ class Transcript:
         bridge = None if kept is None else self._bridge.after(shown, kept)
         if kept is not None and bridge is not None:
             turn, added = found[kept]
-            parts = self._continue(turn, added, bridge)
+            parts = self._continue(turn, added, bridge, find_message_digests(messages[kept + 1 :]))
             return Prompt(shown, keys, "extended" if added else "continues", turn, len(parts[0]), parts)
         return Prompt(shown, keys, "template" if found else self._explain(keys, messages))
 
@@ -141,7 +149,8 @@ class Transcript:
         shared = shared if prompt.shared == len(shared) else int_column(shared[: prompt.shared])
         ids = append_ids(shared, [*prompt.ids[prompt.shared :], *completion_ids])
         key, num_messages = prompt.keys[-1], len(prompt.keys) - 1
-        turn = Turn(self._count, ids, ended, answer, text, key, _next_key(key, answer), num_messages)
+        answer_key, images = _next_key(key, answer), tuple(prompt.images)
+        turn = Turn(self._count, ids, ended, answer, text, key, answer_key, num_messages, images)
         self._last_keys = prompt.keys
         self._count += 1
         self.turns[turn.number] = turn
@@ -154,9 +163,9 @@ class Transcript:
                 del self._by_prompt[oldest.key]
         return turn
 
-    def _continue(self, turn: Turn, added: str, bridge: Bridge) -> tuple[list[int], Text, list[int], Text]:
+    def _continue(self, turn: Turn, added: str, bridge: Bridge, images: Sequence[str]) -> tuple[list[int], Text, list[int], Text]:
         """The turn's ids, what the client added to the answer, the token that ends it, and what
-        follows.
+        follows, with its `images`.
 
         Example: an answer `[7, 2]` that the template ends with 2 keeps both ids. Ended with 3, or
         with text added, it keeps `[7]`, and the template's end token follows. Without an end token,
@@ -166,7 +175,7 @@ class Transcript:
         if turn.ended and (added or ids[-1] != bridge.end):
             ids.pop()
         end = [] if bridge.end is None or (not added and ids[-1:] == [bridge.end]) else [bridge.end]
-        return ids, Text(added, bridge.end), end, Text(bridge.text, bridge.end)
+        return ids, Text(added, bridge.end), end, Text(bridge.text, bridge.end, images)
 
     def _find(self, keys: Sequence[bytes], place: int, message: Message) -> tuple[Turn, str] | None:
         """The latest turn whose prompt is the messages before this place and whose answer is the

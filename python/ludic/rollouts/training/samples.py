@@ -19,6 +19,7 @@ import numpy as np
 
 from ludic.columns import mean_or_zero
 from ludic.errors import DataError, shorten_names
+from ludic.images.content import show_content
 from ludic.rollouts.training.types import Sample, SampleStatus
 from ludic.training.rollouts.episodes import is_reward
 from ludic.training.rollouts.to_samples import read_weight, reward_facts
@@ -185,6 +186,10 @@ def sample_of_rollout(rollout: Rollout) -> Sample:
         trace = step.trace
         if trace is None:
             raise DataError(f"step {step.index} of rollout {rollout.id} has no token trace; sample with ReturnSpec.for_rl()")
+        if trace.images:
+            raise DataError(
+                f"step {step.index} of rollout {rollout.id} has images, which a Sample cannot have; train the rollouts"
+            )
         prompt, said = trace.prompt_token_ids, trace.completion_token_ids
         if prompt[: len(tokens)] != tokens:
             raise DataError(f"step {step.index} of rollout {rollout.id} must extend the steps before; keep all turns in context")
@@ -195,7 +200,7 @@ def sample_of_rollout(rollout: Rollout) -> Sample:
     last = rollout.steps[-1]
     group = group_of(rollout.meta)
     return Sample(
-        prompt=rollout.steps[0].prev_obs,
+        prompt=show_content(rollout.steps[0].prev_obs),
         response="\n".join(step.action for step in rollout.steps),
         tokens=tokens,
         loss_mask=mask,

@@ -34,6 +34,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from ludic.errors import ConfigError, PublishError
+from ludic.images.store import ImageStore, use_store
 from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.local import LocalChatClient
 from ludic.inference.vllm.client import VLLMChatClient
@@ -139,7 +140,8 @@ def run_actor_process(folder: Path, *, name: str | None = None) -> int:
     began, here = (versions or {} for versions in (directory.read_progress().versions, collect_versions()))
     if began.get("ludic", here["ludic"]) != here["ludic"]:  # its entries may differ
         raise ConfigError(f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version")
-    return asyncio.run(_sample(recipe, directory, name or f"{socket.gethostname()}-{os.getpid()}"))
+    with use_store(ImageStore(directory.images)):
+        return asyncio.run(_sample(recipe, directory, name or f"{socket.gethostname()}-{os.getpid()}"))
 
 
 async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:

@@ -14,10 +14,13 @@ from typing import Any, cast
 import numpy as np
 
 from ludic.data.formats import AUTO, FormatCount, count_formats
+from ludic.data.row_images import intern_row
 from ludic.data.row_stream import RowStream
+from ludic.data.rows_on_disk import Changed
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
 from ludic.inference.prompts.template import find_turn_end, read_template
+from ludic.models.images.processor import ImageProcessor
 from ludic.recipes.build import build_task
 from ludic.recipes.epochs_schema import SFTRecipe, list_data_files
 from ludic.recipes.schema import Recipe
@@ -64,13 +67,15 @@ def explain_no_heldout(rows: int, share: float, prompts: int, smallest: int) -> 
 
 def identify_prompt(item: SAWItem) -> bytes:
     """The same for two samples with the same prompt: the digest from the sample's row, else the
-    tokens before the first trained one."""
+    tokens and images before the first trained one."""
     if "prompt_digest" in item.meta:
         return str(item.meta["prompt_digest"]).encode()
-    return np.asarray(item.input_ids[: int(np.argmax(item.action_mask))]).tobytes()
+    end = int(np.argmax(item.action_mask))
+    digests = "".join(span.digest for span in item.images if span.start < end)
+    return np.asarray(item.input_ids[:end]).tobytes() + digests.encode()
 
 
-Rows = list[tuple[str, Row]]
+Rows = Sequence[tuple[str, Row]]
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,14 @@ class SFTData:
     """For each file, the formats of its rows in words."""
 
     @classmethod
-    def read(cls, recipe: SFTRecipe, tokenizer: Any) -> SFTData:
-        """Read and tokenize all rows, so that a wrong one is found before anything is written."""
-        make = make_items(recipe, tokenizer)
+    def read(cls, recipe: SFTRecipe, tokenizer: Any, images: ImageProcessor | None = None) -> SFTData:
+        """Read and tokenize all rows, so that a wrong one is found before anything is written.
+        `images`: of a model that sees them."""
+        make = make_items(recipe, tokenizer, images)
         rows, formats = read_training_rows(recipe, tokenizer)
         items = [make.of_row(row, where) for where, row in rows]
         if recipe.heldout_data is not None:
-            measured, its_formats = read_rows(recipe.heldout_data, "heldout_data", recipe.data_format)
+            measured, its_formats = read_rows(recipe.heldout_data, "heldout_data", recipe.data_format, recipe.image_folder)
             return cls([item for of_row in items for item in of_row], make.of(measured), "", formats + its_formats)
         train, heldout = split_by_prompt(items, recipe.heldout)
         if heldout:
@@ -178,34 +184,36 @@ def make_demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str,
             yield {"prompt": prompt, "completion": completion}
 
 
-def make_items(recipe: SFTRecipe, tokenizer: Any) -> SFTItems:
+def make_items(recipe: SFTRecipe, tokenizer: Any, images: ImageProcessor | None = None) -> SFTItems:
     """What makes samples of rows by the settings of a recipe."""
     turns = cast(AssistantTurns, recipe.assistant_turns)
-    return SFTItems(tokenizer, turns, row_format=recipe.data_format, max_tokens=recipe.trainer.max_seq_len)
+    return SFTItems(tokenizer, turns, row_format=recipe.data_format, max_tokens=recipe.trainer.max_seq_len, images=images)
 
 
 def read_training_rows(recipe: SFTRecipe, tokenizer: Any) -> tuple[Rows, tuple[str, ...]]:
     """The rows of `data`, or demonstrations, and their formats in words."""
     if recipe.data is not None:
-        return read_rows(recipe.data, "data", recipe.data_format)
+        return read_rows(recipe.data, "data", recipe.data_format, recipe.image_folder)
     return [(f"demonstration {number}", row) for number, row in enumerate(make_demonstrations(recipe, tokenizer), 1)], ()
 
 
-def read_rows(setting: Any, name: str, row_format: str = AUTO) -> tuple[Rows, tuple[str, ...]]:
+def read_rows(setting: Any, name: str, row_format: str = AUTO, image_folder: str | None = None) -> tuple[Rows, tuple[str, ...]]:
     """(place, row) of each row of the files that the setting `name` names; and for each file, the
-    formats of its rows in words. Raises DataError for a file that mixes formats."""
+    formats of its rows in words. Images are stored when a row is taken; paths are relative to
+    `image_folder`, or to the folder of the file. Raises DataError for a file that mixes formats."""
     paths: Sequence[Path] = list_data_files(setting, name)
-    rows: Rows = []
+    rows: list[tuple[str, Row, Path | None]] = []
     formats = []
     for path in paths:
         table = read_table(str(path))
+        folder = table.folder if image_folder is None else Path(image_folder).expanduser()
         of_file = [(table.where(index), row) for index, row in enumerate(table.rows)]
-        rows += of_file
+        rows += [(where, row, folder) for where, row in of_file]
         if of_file:
             formats.append(count_formats(of_file, table.name, row_format).describe())
     if not rows:
         raise ConfigError(f"{name}: there are no rows in {', '.join(map(str, paths))}")
-    return rows, tuple(formats)
+    return Changed(rows, lambda _, placed: (placed[0], intern_row(dict(placed[1]), placed[2], placed[0]))), tuple(formats)
 
 
 MANY_SAMPLES = ("text", "rollout")
@@ -229,11 +237,12 @@ class StreamedSFTData:
     first_format: str
 
     @classmethod
-    def read(cls, recipe: SFTRecipe, tokenizer: Any) -> StreamedSFTData:
-        """Read the first rows, so that a wrong one is found before anything is written."""
+    def read(cls, recipe: SFTRecipe, tokenizer: Any, images: ImageProcessor | None = None) -> StreamedSFTData:
+        """Read the first rows, so that a wrong one is found before anything is written. `images`:
+        of a model that sees them."""
         if recipe.data is None:
             raise ConfigError("streaming=true reads data=FILE, and data is null; name a file, or set streaming=false")
-        make = make_items(recipe, tokenizer)
+        make = make_items(recipe, tokenizer, images)
         stream = make_stream(recipe)
         rows = stream.first(recipe.shuffle_buffer)
         if not rows:
@@ -245,7 +254,7 @@ class StreamedSFTData:
         formats: tuple[str, ...] = (counted.describe(),)
         heldout: list[SAWItem] = []
         if recipe.heldout_data is not None:
-            measured, its_formats = read_rows(recipe.heldout_data, "heldout_data", recipe.data_format)
+            measured, its_formats = read_rows(recipe.heldout_data, "heldout_data", recipe.data_format, recipe.image_folder)
             heldout, formats = make.of(measured), formats + its_formats
         else:
             _, heldout = split_by_prompt(items, recipe.heldout)
@@ -298,7 +307,8 @@ class StreamedSFTData:
 def make_stream(recipe: SFTRecipe) -> RowStream:
     """The rows of `data`."""
     sources = [str(path) for path in list_data_files(recipe.data, "data")]
-    return RowStream(sources, buffer_rows=recipe.shuffle_buffer, seed=recipe.seed)
+    folder = None if recipe.image_folder is None else Path(recipe.image_folder).expanduser()
+    return RowStream(sources, buffer_rows=recipe.shuffle_buffer, seed=recipe.seed, image_folder=folder)
 
 
 def _digest(item: SAWItem) -> bytes:
@@ -314,20 +324,22 @@ class Warmup:
     steps: int
     formats: tuple[str, ...] = ()
     """For each file, the formats of its rows in words."""
+    images: ImageProcessor | None = None
+    """Of a model that sees images."""
 
     @classmethod
-    def read(cls, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Warmup:
+    def read(cls, recipe: Recipe, task: EpisodicTask, tokenizer: Any, images: ImageProcessor | None = None) -> Warmup:
         """Read and tokenize all rows, so that a wrong one is found before anything is written. A
-        task without demonstrations has no steps."""
+        task without demonstrations has no steps. `images`: of a model that sees them."""
         section = recipe.warmup
         if section.data is None and section.steps and not _has_teacher(task):
             if recipe.mode in ("sft", "sft+rl"):
                 raise ConfigError(f"mode={recipe.mode} needs demonstrations, and the task has none; set warmup.data=FILE")
             return cls(None, 0)
         if section.data is None:
-            return cls(None, section.steps)
+            return cls(None, section.steps, images=images)
         rows, formats = read_rows(section.data, "warmup.data", section.data_format)
-        make = SFTItems(tokenizer, row_format=section.data_format, max_tokens=section.trainer.max_seq_len)
+        make = SFTItems(tokenizer, row_format=section.data_format, max_tokens=section.trainer.max_seq_len, images=images)
         items = make.of(rows)
         if section.epochs is None and section.steps:
             return cls(items, section.steps, formats)
@@ -339,7 +351,8 @@ class Warmup:
         batch_size, seed = recipe.warmup.batch_size, recipe.seed
         if self.items is None:
             kind = DemonstrationSource if task.agent is None else AgentDemonstrations
-            return kind(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=recipe.rollout.system_prompt)
+            system_prompt = recipe.rollout.system_prompt
+            return kind(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=system_prompt, images=self.images)
         source = ItemBatchSource(self.items, batch_size=batch_size, seed=seed, name="warmup")
         source.unshard()  # all ranks share its batches
         return source

@@ -14,6 +14,7 @@ from ludic.envs.dataset_qa_env import right_answer
 from ludic.errors import DataError
 from ludic.files.json_values import is_finite
 from ludic.files.jsonl import parse_object
+from ludic.images.content import find_digests, image_part, show_content
 from ludic.types import group_of
 
 MAX_BYTES = 48_000_000
@@ -45,6 +46,8 @@ class EpisodeTable:
         """Texts of tokens."""
         self.counts: dict[int, int] = {}
         """Run -> episodes in its log."""
+        self.images: dict[str, str] = {}
+        """The text that stands for an image in an observation -> its digest."""
 
     def add(self, number: int, log: Path, decode: Decode | None, trainer_logps: Path | None = None) -> None:
         """Add the episodes of run `number`. Without `decode` the tokens have no text.
@@ -129,9 +132,9 @@ class EpisodeTable:
         rewards = {key.removeprefix("rewards/"): value for key, value in info.items() if key.startswith("rewards/")}
         named = [f"{name} {_round(value)}" for name, value in rewards.items() if is_finite(value)]
         return [
-            str(step.get("prev_obs") or ""),
+            self._show(step.get("prev_obs") or ""),
             str(step.get("action") or ""),
-            None if step.get("next_obs") is None else str(step["next_obs"]),
+            None if step.get("next_obs") is None else self._show(step["next_obs"]),
             _round(_number(step.get("reward"))),
             None if credit is None else _round(_number(credit)),
             _find_flags([step], {}),
@@ -143,6 +146,10 @@ class EpisodeTable:
             ],
             [*_describe_call(info), *([f"right answer {right}"] if right else []), *named],
         ]
+
+    def _show(self, content: Any) -> str:
+        self.images.update((show_content([image_part(digest)]), digest) for digest in find_digests(content))
+        return show_content(content)
 
 
 def _describe_call(info: Mapping[str, Any]) -> list[str]:

@@ -10,23 +10,28 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import io
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ludic import __version__
-from ludic.errors import CheckpointError, ConfigError, DataError
+from ludic.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from ludic.files.atomic import read_json
 from ludic.files.json_values import is_finite, make_encodable
+from ludic.images.store import ImageError, ImageStore, use_store
 from ludic.runs.reading import RunRecord, list_differences, read_steps
 from ludic.runs.report.scores import decode_scores, describe_preferences
 from ludic.runs.view.episodes import Decode, EpisodeTable
 
 SCRIPTS = ("elements.js", "charts.js", "tables.js", "episodes.js", "preferences.js", "page.js")
 """In the order in which they stand in the file; each uses names of those before it."""
+MAX_PICTURES, THUMBNAIL = 200, 256
+"""Images that a page shows, and the pixels of their longer side at most."""
 
 
 def build_page(records: Sequence[RunRecord], *, episodes: int) -> str:
@@ -36,7 +41,8 @@ def build_page(records: Sequence[RunRecord], *, episodes: int) -> str:
 
 def format_page(data: dict[str, Any], *, title: str) -> str:
     """The HTML of a page that shows `data`, as `collect` makes it."""
-    script = "(() => {\n'use strict';\n" + "".join(_read_asset(name) for name in SCRIPTS) + "})();\n"
+    names = (*SCRIPTS[:-1], "pictures.js", SCRIPTS[-1]) if "pictures" in data else SCRIPTS
+    script = "(() => {\n'use strict';\n" + "".join(_read_asset(name) for name in names) + "})();\n"
     style = _read_asset("page.css")
     parts = {
         "TITLE": html.escape(title),
@@ -72,9 +78,12 @@ def _format(data: Any) -> str:
 def collect(records: Sequence[RunRecord], *, episodes: int) -> dict[str, Any]:
     """Everything that the page shows. A number of a run is its place in `runs`."""
     table = EpisodeTable(episodes)
+    pictures: dict[str, str] = {}
     for number, record in enumerate(records):
         log = record.path / "rollouts.jsonl"
-        table.add(number, log, find_decoder(record.path) if log.is_file() else None, record.path / "token_logps.jsonl")
+        with use_store(ImageStore(record.path / "images")) as store:
+            table.add(number, log, find_decoder(record.path) if log.is_file() else None, record.path / "token_logps.jsonl")
+            add_pictures(pictures, table.images, store)
         table.add_failed(number, record.path / "failed_episodes.jsonl")
     keys = dict.fromkeys(key for record in records for key in record.settings)
     return {
@@ -85,7 +94,22 @@ def collect(records: Sequence[RunRecord], *, episodes: int) -> dict[str, Any]:
         "differing": list(list_differences(records)),
         "episodes": table.rows,
         "pieces": table.pieces,
+        **({"pictures": pictures} if pictures else {}),
     }
+
+
+def add_pictures(pictures: dict[str, str], images: Mapping[str, str], store: ImageStore) -> None:
+    """Add the thumbnail, a `data:` URL, for each text that stands for an image (text -> digest), up
+    to `MAX_PICTURES` in all. Images that cannot be read have none."""
+    for text, digest in images.items():
+        if len(pictures) == MAX_PICTURES:
+            return
+        if text not in pictures:
+            with suppress(ImageError, MissingExtraError):
+                image, file = store.open(digest), io.BytesIO()
+                image.thumbnail((THUMBNAIL, THUMBNAIL))
+                image.save(file, "JPEG", quality=85)
+                pictures[text] = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _describe(record: RunRecord, logged: int) -> dict[str, Any]:

@@ -29,9 +29,10 @@ from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.models.sharding import gather_tensor, unshard
 from ludic.models.wrappers import evaluation_mode, unwrap_model
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss, forward_logits
+from ludic.training.backend.image_pass import ImageEncoder
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.protocol import ForwardPasses
-from ludic.training.batching.packing import MicroBatch
+from ludic.training.batching.packing import MicroBatch, without_trees
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import Loss, SharedContext
 from ludic.training.loss.base import ScoreType, adapted_loss, loss_name
@@ -69,6 +70,11 @@ class ModelPasses:
         self.flops = FlopCounter(model)
         pin_rope(model, cfg.max_seq_len)
         report_kernel(model)
+
+    @cached_property
+    def images(self) -> ImageEncoder:
+        """The features of images."""
+        return ImageEncoder(self.model, self.cfg)
 
     @cached_property
     def skips_logits(self) -> bool:
@@ -111,27 +117,30 @@ class ModelPasses:
         skips = top_p >= 1.0 and self.skips_logits  # decided with the adapters on, whichever call is first
         without = nullcontext() if adapters else adapters_off(self.model)
         counting = self.counting(batch, "logprobs", skips, adapters)
-        with without, evaluation_mode(self.model), autocast(self.cfg), counting:
-            divisor = self.cfg.temperature if temperature is None else temperature
-            if top_p >= 1.0:
-                reads = ReadsActions() if actions_only or PREFIX_TREES in batch.tensors else Loss()
-                scored = forward_for_loss(self.model, batch.tensors, reads, chunked_logits=skips, temperature=divisor)
-                shared = SharedContext(*scored, temperature=divisor)
-            else:
-                tensors = {name: value for name, value in batch.tensors.items() if name != PREFIX_TREES}
-                logits = forward_logits(self.model, tensors)
-                top_p_T = torch.full(logits.shape[1:2], top_p, device=logits.device)
-                nuclei = [nucleus(torch.log_softmax(row.float() / divisor, dim=-1), top_p_T) for row in logits]
-                shared = SharedContext(torch.stack(nuclei), tensors)
-            return mask_values(shared.token_logp, shared.token_mask) if actions_only else shared.token_logp
+        with without, evaluation_mode(self.model), autocast(self.cfg):
+            tensors = self.images.bind(batch).tensors
+            with counting:
+                divisor = self.cfg.temperature if temperature is None else temperature
+                if top_p >= 1.0:
+                    reads = ReadsActions() if actions_only or PREFIX_TREES in tensors else Loss()
+                    scored = forward_for_loss(self.model, tensors, reads, chunked_logits=skips, temperature=divisor)
+                    shared = SharedContext(*scored, temperature=divisor)
+                else:
+                    tensors = without_trees(tensors)
+                    logits = forward_logits(self.model, tensors)
+                    top_p_T = torch.full(logits.shape[1:2], top_p, device=logits.device)
+                    nuclei = [nucleus(torch.log_softmax(row.float() / divisor, dim=-1), top_p_T) for row in logits]
+                    shared = SharedContext(torch.stack(nuclei), tensors)
+                return mask_values(shared.token_logp, shared.token_mask) if actions_only else shared.token_logp
 
     def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
         @torch.no_grad()
         def compute() -> Tensor:
+            tensors = self.images.bind(batch).tensors
             with evaluation_mode(self.model), autocast(self.cfg), self.counting(batch, "scores", score_type):
                 chunked = score_type == "logprob" and self.skips_logits
-                reads = ReadsActions() if chunked or PREFIX_TREES in batch.tensors else Loss()
-                scored = forward_for_loss(self.model, batch.tensors, reads, chunked_logits=chunked)
+                reads = ReadsActions() if chunked or PREFIX_TREES in tensors else Loss()
+                scored = forward_for_loss(self.model, tensors, reads, chunked_logits=chunked)
                 return preference_scores(SharedContext(*scored), score_type)
 
         return self._run("forward_scores", compute)

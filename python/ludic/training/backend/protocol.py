@@ -51,6 +51,9 @@ class BackwardResult:
     """Statistics of the loss, for each micro-batch."""
     micro_sizes: list[int] = field(default_factory=list)
     """Samples of each micro-batch."""
+    images: dict[str, float] = field(default_factory=dict)
+    """Counts of the images and of the passes of the vision tower (`images/*`); {} without
+    images."""
 
 
 class ForwardPasses(Protocol):

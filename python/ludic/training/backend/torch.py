@@ -45,6 +45,7 @@ from ludic.models.wrappers import is_classifier, unwrap_model, unwrap_transforme
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses, trains_without_logits
+from ludic.training.backend.image_pass import ImagePass
 from ludic.training.backend.memory import FreedMemory, MemoryProfile
 from ludic.training.backend.precision import LossScale, MasterWeights, autocast, check_precision
 from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches, WeightStream
@@ -177,22 +178,26 @@ class TorchBackend(ModelPasses, BackendBase):
             self.model.train()
         self._freed.return_to_system()  # what sampling used
         self._chunked_logits = self.skips_logits and trains_without_logits(self.algo, self.cfg)
-        totals = self._with_first_pass(batch, totals)
+        images = ImagePass(self.images, batch)
+        totals = self._with_first_pass(batch, totals, images)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
             with self._gradient_sync(last=index == len(batch) - 1):
-                loss, stats = self._backward(micro_batch, totals)
+                loss, stats = self._backward(images.bind(micro_batch), totals)
+            images.move_gradients()
             if not self._averages:  # a wrapper sums the gradients of ranks in the parameters' own
                 self._masters.move_gradients()
             result.loss = result.loss + loss
             result.micro_stats.append(stats)
             result.micro_sizes.append(micro_batch.num_items)
+        images.backward()
+        result.images = images.counts()
         self._pending.append((batch, totals))
         self._loss = result.loss if self._loss is None else self._loss + result.loss
         return result
 
     @torch.no_grad()
-    def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
+    def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None, images: ImagePass) -> BatchTotals | None:
         """`totals` with the sums that the loss needs from all samples before it is computed on any.
         Dropout draws the same masks as in the pass with gradient."""
         loss = adapted_loss(self.algo)
@@ -201,7 +206,7 @@ class TorchBackend(ModelPasses, BackendBase):
         sums: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         with preserved_rng(), autocast(self.cfg):
-            for micro_batch in batch:
+            for micro_batch in map(images.bind, batch):
                 chunked, temperature = self._chunked_logits, self.cfg.temperature
                 with self.counting(micro_batch, "first", chunked):
                     logits, tensors = forward_for_loss(
@@ -271,6 +276,7 @@ class TorchBackend(ModelPasses, BackendBase):
             self._masters.copy_changed_weights()
             self.optimizer.step()
             self._masters.write_back()
+            self.images.drop_changed()
         self._clear_gradients()
         self._freed.return_to_system()  # activations and gradients, around the optimizer's state
         scaling = {"loss_scale": self._scale.value, "skipped_steps": float(not is_taken)} if self._scale.is_on else {}
@@ -313,7 +319,14 @@ class TorchBackend(ModelPasses, BackendBase):
     def _report(self, batch: MicroBatches, totals: BatchTotals | None) -> str:
         if ranks.is_distributed():  # a pass of one rank alone would hang in the others' collectives
             return f"samples (rollout/step): {', '.join(name for micro in batch for name in micro.sample_names)}"
-        return describe_nonfinite(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
+
+        def backward(micro_batch: MicroBatch) -> Tensor:
+            images = ImagePass(self.images, [micro_batch])
+            loss, _ = self._backward(images.bind(micro_batch), totals)
+            images.backward()
+            return loss
+
+        return describe_nonfinite(self.model, batch, backward)
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
         device = self.cfg.runtime_device

@@ -142,13 +142,15 @@ class ItemBatchSource(BatchSourceBase):
 
 
 def _digest(items: Sequence[SAWItem]) -> str:
-    """Return 16 hex digits that depend on the tokens, masks, weights and pair metadata of all
-    samples."""
+    """Return 16 hex digits that depend on the tokens, images, masks, weights and pair metadata of
+    all samples."""
     digest = hashlib.blake2b(digest_size=8)
     for item in items:
         digest.update(np.asarray(stored(item, "input_ids"), dtype=np.int64).tobytes())
         digest.update(np.asarray(stored(item, "action_mask"), dtype=np.uint8).tobytes())
         digest.update(np.float64(item.weight).tobytes())
+        for span in item.images:
+            digest.update(f"{span.digest} {span.start}".encode())
         if item.attachments.action_fractions is not None:
             digest.update(np.asarray(item.attachments.action_fractions, dtype=np.float64).tobytes())
         for name, values in sorted(item.attachments.token_columns.items()):

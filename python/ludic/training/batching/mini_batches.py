@@ -27,20 +27,20 @@ from torch import Tensor
 from ludic import _core
 from ludic.training import ranks
 from ludic.training.batching.candidates import collate_candidates
+from ludic.training.batching.image_keys import SampleImages
 from ludic.training.batching.packing import (
     MicroBatch,
     Packing,
     Rows,
-    count_in_part,
-    count_tokens,
+    collate_rows,
     find_line_bounds,
     plan_lines,
-    row_starts,
-    table_of_items,
+    read_table,
     to_tensors,
-    truncate_and_flag,
+    token_lengths,
 )
 from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
+from ludic.training.batching.token_columns import count_tokens, row_starts
 from ludic.training.config import Packing as PackingName, TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.actions import collate_actions
@@ -61,7 +61,8 @@ class MacroBatch:
     items: list[SAWItem]
     """The truncated samples; `seq_len_truncated` in their metadata says whether they were cut."""
     table: _core.SampleTable
-    """The same samples in the same order, with their token columns."""
+    """The same samples in the same order, with their token columns. Samples with images have keyed
+    ids in it (`image_keys`)."""
     truncated_empty: int
     """Number of samples dropped because no predicted action token was left after truncation."""
     without_actions: int
@@ -78,23 +79,25 @@ class MacroBatch:
     share: RankShare | None = None
     """Set if all ranks have this batch: each of its mini-batches is divided over them. None means
     that these are the samples of this rank alone, and other ranks have others."""
+    images: SampleImages | None = None
+    """None if no sample has images."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
         """Read the items once, truncate them, and drop those without a predicted action token. With
         `merge_turns`, an item that continues the item before it shares its line."""
-        table = table_of_items(items)
-        table = (table.chained() if merge_turns else table).truncate(max_seq_len)
-        truncated = np.asarray(table.original_lengths > table.lengths)
-        retained = [truncate_and_flag(item, max_seq_len) for item in items]
+        table, retained, images = read_table(items, max_seq_len, merge_turns=merge_turns)
+        original = table.original_lengths if images is None else token_lengths(items)
+        truncated = np.asarray(original > table.lengths)
         trained = np.asarray(table.target_counts > 0)
         dropped: list[SAWItem] = []
         if not trained.all():
             rows = np.flatnonzero(trained)
             dropped = [retained[row] for row in np.flatnonzero(~trained)]
             retained, table = [retained[row] for row in rows], table.select(rows)
+            images = None if images is None else images.select(rows)
         empty, without = int((truncated & ~trained).sum()), int((~truncated & ~trained).sum())
-        return cls(retained, table, empty, without, dropped)
+        return cls(retained, table, empty, without, dropped, images=images)
 
     @cached_property
     def has_candidates(self) -> bool:
@@ -151,7 +154,8 @@ class MacroBatch:
             shown = float(label) if isinstance(label, int | float | np.number) else None
             halves.append([role if isinstance(role, str) else None, shown])
         hashed = xxhash.xxh3_64(self.table.to_bytes())
-        hashed.update(json.dumps([self.groups(), self.counts(), halves]).encode())
+        digests = () if self.images is None else self.images.digests
+        hashed.update(json.dumps([self.groups(), self.counts(), halves, *digests]).encode())
         return hashed.intdigest() >> 11
 
     def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
@@ -322,27 +326,26 @@ class MiniBatch:
         """Return the greedy plan; statistics compare it with the configured one."""
         return _core.plan_greedy(self.unshared_lengths, self.cfg.micro_token_budget)
 
+    @property
+    def stand_in(self) -> Rows:
+        """The row that stands for no sample: the shortest of a shared batch: no rank waits."""
+        return np.array([0 if self.batch.share is None else self.batch.table.lengths.argmin()])
+
     def _collate(self, index: int) -> MicroBatch:
         rows = self.micro_batch_rows(index)
         if len(rows):
             return self._micro_batch(rows)
-        # Other ranks have more micro-batches. This one stands for no sample, and adds nothing to
-        # losses and counts: with a shared batch the shortest row, for which no rank waits.
-        row = np.array([0 if self.batch.share is None else self.batch.table.lengths.argmin()])
-        micro_batch = self._micro_batch(row)
+        # Other ranks have more micro-batches. This one adds nothing to losses and counts.
+        micro_batch = self._micro_batch(self.stand_in)
         columns = {*self.batch.table.token_columns, *self.batch.token_columns, *self.batch.sample_columns}
         zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action", CANDIDATES, *columns}
         tensors = {name: torch.zeros_like(value) if name in zeroed else value for name, value in micro_batch.tensors.items()}
         return MicroBatch(tensors, 0, micro_batch.sample_names)
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
-        table = self.batch.table
-        if self.packing == "padding_free":
-            columns = table.collate_padding_free(rows)
-        else:
-            columns = table.collate(rows, self.cfg.pad_token_id)
+        pad_token_id = None if self.packing == "padding_free" else self.cfg.pad_token_id
         names = tuple(self.batch.name(row) for row in rows)
-        tensors = count_in_part(to_tensors(columns, self.cfg.model_device))
+        tensors = collate_rows(self.batch.table, self.batch.images, rows, self.cfg.model_device, pad_token_id=pad_token_id)
         for name, by_row in self.batch.token_columns.items():
             tensors[name] = collate_actions([by_row.get(int(row)) for row in rows], tensors)
         if self.batch.has_candidates:

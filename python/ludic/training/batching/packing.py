@@ -5,22 +5,13 @@ The core computes the plans, which divide lines into micro-batches within the to
 (`crates/ludic-core/src/plan`); `TrainerConfig.packing` selects the algorithm. A **line** is one
 sequence in a micro-batch: a sample, or the turns of one episode that share their prefix.
 
-Samples may have more numbers for each action token: the table's token columns. A micro-batch has
-them in the layout of `input_ids`.
-
-    action_mask   0 1 0 1    token_weight  0.5 -1    in a micro-batch:  0 0.5 0 -1
-
-Of `action_fractions`, which say that tokens count in part, a micro-batch has the values in its
-action mask, in place of ones. Sums over action tokens are then weighted, and a number of tokens is
-the sum of the fractions; all losses read both from the mask.
-
 The trainer uses `mini_batches`. `collate_micro_batches` and the functions that it calls are for
 code with its own training loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,18 +22,17 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.errors import DataError, check_value
+from ludic.models.images.rows import IMAGES
 from ludic.models.prefix_trees import PREFIX_TREES
-from ludic.training.batching.candidates import check_candidates, collate_candidates
+from ludic.training.batching.candidates import collate_candidates
+from ludic.training.batching.image_keys import SampleImages
+from ludic.training.batching.token_columns import count_in_part, table_of_items
 from ludic.training.config import Packing as PackingName, TrainerConfig, check_budget
-from ludic.training.loss.context import SharedContext
-from ludic.training.loss.logprobs import weigh_values
-from ludic.training.types import TOKEN_WEIGHT, ActorTokenLogps, SampleAttachments, SAWItem
+from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import stored
 
 Rows = NDArray[np.int64]
 """Indices of samples."""
-FRACTIONS = "action_fractions"
-"""The token column of what action tokens count for."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +46,8 @@ class MicroBatch:
     tensors: dict[str, Any]
     """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and the `int`
     `max_seqlen`; then also `prefix_trees`, if the model computes these. If samples share a row,
-    `turns` `[N, 3]` has the row, start and end of each. Preference samples have a `meta` in
-    addition to their tensors."""
+    `turns` `[N, 3]` has the row, start and end of each. Samples with images have `images`, a
+    `RowImages`. Preference samples have a `meta` in addition to their tensors."""
     num_items: int
     """N: number of samples; equal to the number of rows unless samples share one."""
     sample_names: tuple[str, ...] = ()
@@ -93,6 +83,9 @@ def select_rows(tensors: Mapping[str, Any], rows: slice, samples: slice) -> dict
     Padding-free example: `cu_seqlens` [0, 3, 5] are rows of 3 and 2 tokens. Row 1 is the slice 3:5
     of `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2. It is in no tree.
     """
+    if IMAGES in tensors:
+        others = {name: value for name, value in tensors.items() if name != IMAGES}
+        return {**select_rows(others, rows, samples), IMAGES: tensors[IMAGES].select(rows)}
     if "cu_seqlens" not in tensors:
         return {name: value[rows if value.ndim >= 2 else samples] for name, value in tensors.items()}
     bounds = tensors["cu_seqlens"][rows.start : rows.stop + 1]
@@ -103,6 +96,12 @@ def select_rows(tensors: Mapping[str, Any], rows: slice, samples: slice) -> dict
         if name not in ("cu_seqlens", "max_seqlen", PREFIX_TREES)
     }
     return {**alone, "cu_seqlens": bounds - start, "max_seqlen": int(bounds.diff().max())}
+
+
+def without_trees(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same samples as sequences of their own."""
+    images = {IMAGES: tensors[IMAGES].select(slice(None))} if IMAGES in tensors else {}
+    return {**{name: value for name, value in tensors.items() if name != PREFIX_TREES}, **images}
 
 
 def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device | str) -> dict[str, Any]:
@@ -124,28 +123,42 @@ def token_lengths(items: Sequence[SAWItem]) -> NDArray[np.int32]:
     return np.fromiter((len(stored(item, "input_ids")) for item in items), dtype=np.int32, count=len(items))
 
 
-def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Tensor]:
+def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Any]:
     """Return right-padded `input_ids` and `attention_mask` int64 `[B, T]`, `action_mask` float32
     `[B, T]`, and `weight` float32 `[B]`.
 
     If the items have sampled log-probabilities, also `actor_logps` float32 `[B, T]`, 0 outside the
     action tokens, and their sums `old_logp_action` `[B]`. Raises DataError if only some items have
     them, or if an item does not have exactly one per action token. With `action_fractions` the mask
-    has them in place of ones, and sums are weighted by them.
+    has them in place of ones, and sums are weighted by them. Items with images give `images`.
     """
     if not items:
         raise DataError("cannot collate an empty list of items")
-    table = table_of_items(items)
-    tensors = count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device))
+    images = SampleImages.of_items(items) if any(item.images for item in items) else None
+    table = table_of_items(items if images is None else images.key(items))
+    tensors = collate_rows(table, images, np.arange(len(items)), device, pad_token_id=pad_token_id)
     return tensors | collate_candidates(items, tensors)
+
+
+def collate_rows(
+    table: _core.SampleTable, images: SampleImages | None, rows: Rows, device: torch.device | str, *, pad_token_id: int | None
+) -> dict[str, Any]:
+    """The tensors of the samples at `rows`, padded, or with None as `pad_token_id` concatenated."""
+    columns = table.collate_padding_free(rows) if pad_token_id is None else table.collate(rows, pad_token_id)
+    if images is None:
+        return count_in_part(to_tensors(columns, device))
+    images.restore(columns)
+    last = find_line_bounds(table.chains[rows])[1:] - 1  # of each line: it has the images of the others
+    return {**count_in_part(to_tensors(columns, device)), IMAGES: images.of_sequences(rows[last])}
 
 
 _SEQUENCES = ("input_ids", "attention_mask", "action_mask")
 
 
 def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
-    """Cut the item on the right to `max_seq_len` tokens, and record the cut in its metadata.
-    Returns the same object if it is short enough.
+    """Cut the item on the right to `max_seq_len` tokens, or before the image that would be divided,
+    and record the cut in its metadata. Returns the same object if it is short enough. Raises
+    DataError if its first image leaves nothing.
 
     Example, `max_seq_len=3`: ids [5, 6, 7, 8] with action mask [0, 1, 1, 1] become [5, 6, 7] and
     [0, 1, 1]; of the three log-probabilities, two are kept, for the remaining action tokens.
@@ -156,17 +169,20 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
     _check_mask_length("action_mask", mask, total)
     if total <= max_seq_len:
         return item
-    mask = mask[:max_seq_len]
+    kept = next((start for _, start, length in item.images if start < max_seq_len < start + length), max_seq_len)
+    if kept == 0:
+        raise DataError(f"the first image has {item.images[0].length} tokens, max_seq_len is {max_seq_len}; raise it")
+    mask = mask[:kept]
     # Not `sum(mask)`: of 300 ones in a uint8 array that is 300 - 256 = 44.
     num_actions = sum(mask) if isinstance(mask, bytes) else int(np.count_nonzero(mask))
     logps, reference, fractions = item.actor_logps, item.attachments.reference_logps, item.attachments.action_fractions
     columns, candidates = item.attachments.token_columns, item.attachments.candidates
     return replace(
         item,
-        input_ids=ids[:max_seq_len],
-        attention_mask=attention[:max_seq_len],
+        input_ids=ids[:kept],
+        attention_mask=attention[:kept],
         action_mask=mask,
-        meta=_truncated_meta(item.meta, total, max_seq_len, num_actions),
+        meta=_truncated_meta(item.meta, total, kept, num_actions),
         attachments=SampleAttachments(
             None if logps is None else ActorTokenLogps(stored(logps, "token_logps")[:num_actions]),
             None if reference is None else reference[:num_actions],
@@ -174,6 +190,7 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
             {name: values[:num_actions] for name, values in columns.items()} if columns else columns,
             None if candidates is None else candidates[:num_actions],
         ),
+        images=tuple(span for span in item.images if span.start < kept),
     )
 
 
@@ -191,7 +208,7 @@ def truncate_and_flag(item: SAWItem, max_seq_len: int) -> SAWItem:
         return replace(truncated, meta=meta)
     # `replace` in a fifth of its time
     ids, attention, mask = (stored(truncated, name) for name in _SEQUENCES)
-    return SAWItem(ids, attention, mask, truncated.weight, meta, truncated.attachments)
+    return SAWItem(ids, attention, mask, truncated.weight, meta, truncated.attachments, truncated.images)
 
 
 def _check_mask_length(name: str, mask: Sequence[int], total: int) -> None:
@@ -244,11 +261,11 @@ def collate_micro_batches(
     check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []
-    table, kept = table_of_items(items).truncate(max_seq_len), [truncate_item(item, max_seq_len) for item in items]
+    table, kept, images = read_table(items, max_seq_len)
     plan = _core.plan_greedy(table.lengths, micro_token_budget)
     micro_batches = []
     for rows in (plan[k] for k in range(len(plan))):
-        tensors = count_in_part(to_tensors(table.collate(rows, pad_token_id), device))
+        tensors = collate_rows(table, images, rows, device, pad_token_id=pad_token_id)
         micro_batches.append(MicroBatch(tensors | collate_candidates([kept[row] for row in rows], tensors), len(rows)))
     return micro_batches
 
@@ -261,101 +278,20 @@ def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
     check_budget(micro_token_budget, max_seq_len)
 
 
-def table_of_items(items: Sequence[SAWItem]) -> _core.SampleTable:
-    """The items as a table with their token columns. Raises as `SampleTable.from_items`,
-    `read_token_columns` and `check_candidates`."""
-    check_candidates(items)
-    return add_token_columns(_core.SampleTable.from_items(items), items)
-
-
-def add_token_columns(table: _core.SampleTable, items: Sequence[SAWItem]) -> _core.SampleTable:
-    """The table of the items with their token columns."""
-    for name, values in read_token_columns(items).items():
-        table = table.with_token_column(name, values)
-    return table
-
-
-def read_token_columns(items: Sequence[SAWItem]) -> dict[str, NDArray[np.float32]]:
-    """Name -> values of the action tokens of all samples, one sample after another. A sample
-    without `token_weight` has its weight at every token, one without fractions ones; fractions that
-    are all ones are left out.
-
-    Example: a sample of weight 2 and two action tokens, and one with the token weights [0, 1], have
-    the token weights [2, 2, 0, 1].
-
-    Raises DataError for another number of values than a sample has action tokens, for a column that
-    some samples lack, and for a fraction that is not > 0 in float32.
-    """
-    attached = [item.attachments for item in items]
-    if not any(each.token_columns or each.action_fractions is not None for each in attached):
-        return {}
-    counts = [int(np.count_nonzero(np.asarray(stored(item, "action_mask")))) for item in items]
-    given: dict[str, list[Any]] = {
-        name: [item.attachments.token_columns.get(name, item.weight if name == TOKEN_WEIGHT else None) for item in items]
-        for name in sorted({name for each in attached for name in each.token_columns})
-    }
-    given[FRACTIONS] = [1.0 if each.action_fractions is None else each.action_fractions for each in attached]
-    columns = {
-        name: np.concatenate([_read_values(name, each, row, counts[row]) for row, each in enumerate(rows)])
-        for name, rows in given.items()
-    }
-    if (columns[FRACTIONS] == 1).all():
-        del columns[FRACTIONS]
-    return columns
-
-
-def _read_values(name: str, given: Any, row: int, actions: int) -> NDArray[np.float32]:
-    """[A] values of a sample in float32; a single number is the value of each token."""
-    if given is None:
-        raise DataError(f"sample {row} has no token column {name}, which other samples have; give it to all of them")
-    with np.errstate(over="ignore"):  # too large ones become inf, which is refused
-        values = np.asarray(given, dtype=np.float32)
-    if values.ndim == 0:
-        return np.full(actions, values)
-    if len(values) != actions:
-        raise DataError(f"sample {row} has {len(values)} {name} for {actions} action tokens; there must be one each")
-    wrong = np.flatnonzero(~(np.isfinite(values) & (values > (0 if name == FRACTIONS else -np.inf))))
-    if len(wrong):
-        rule = "finite numbers > 0" if name == FRACTIONS else "finite numbers"
-        raise DataError(f"{name}[{wrong[0]}] of sample {row} is {values[wrong[0]]} in float32; give {rule}")
-    return values
-
-
-def refuse_columns(items: Iterable[SAWItem], because: str) -> None:
-    """Raise DataError if tokens count in part, or have credit of their own."""
-    attached = [item.attachments for item in items]
-    if any(each.action_fractions is not None for each in attached):
-        raise DataError(f"{because}, in which tokens cannot count in part; leave out action_fractions, or use masks of 0 and 1")
-    if any(TOKEN_WEIGHT in each.token_columns for each in attached):
-        raise DataError(f"{because}, but samples have {TOKEN_WEIGHT}, credit for each token; use a credit assigner of one number")
-
-
-def row_starts(table: _core.SampleTable) -> Rows:
-    """[N] where each sample begins in a column [S]. Example: lengths [3, 2] give [0, 3]."""
-    lengths = table.lengths.astype(np.int64)
-    return lengths.cumsum() - lengths
-
-
-def count_tokens(table: _core.SampleTable) -> NDArray[Any]:
-    """[N] predicted action tokens of each sample, in part where they count in part."""
-    if FRACTIONS not in table.token_columns or not len(table):
-        return table.target_counts
-    fractions, starts = table.token_column(FRACTIONS).astype(np.float64), row_starts(table)
-    fractions[starts] = 0  # the first token of a sample has no prediction
-    return np.add.reduceat(fractions, starts)
-
-
-def count_in_part(tensors: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch in any layout, with the column of fractions as its action mask.
-    `old_logp_action` then has weighted sums. Returns `tensors` as they are without fractions."""
-    if FRACTIONS not in tensors:
-        return tensors
-    weighted = {name: value for name, value in tensors.items() if name != FRACTIONS}
-    weighted["action_mask"] = tensors[FRACTIONS]
-    if "actor_logps" in tensors:
-        shared = SharedContext(tensors["input_ids"], weighted)
-        weighted["old_logp_action"] = weigh_values(shared.sampler_logp, shared.token_mask).sum(dim=1)
-    return weighted
+def read_table(
+    items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False
+) -> tuple[_core.SampleTable, list[SAWItem], SampleImages | None]:
+    """The items, cut to `max_seq_len` tokens: as a table, as items (`truncate_and_flag`), and their
+    images, None without any. With images the items are cut first, since no image is divided, and
+    the table has keyed ids. `merge_turns`: items that continue the one before them are chained."""
+    if any(item.images for item in items):
+        kept = [truncate_and_flag(item, max_seq_len) for item in items]
+        images = SampleImages.of_items(kept)
+        table = table_of_items(images.key(kept))
+        return table.chained() if merge_turns else table, kept, images
+    table = table_of_items(items)
+    table = (table.chained() if merge_turns else table).truncate(max_seq_len)
+    return table, [truncate_and_flag(item, max_seq_len) for item in items], None
 
 
 def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig, packing: PackingName | None = None) -> _core.Plan:

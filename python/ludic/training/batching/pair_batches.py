@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.errors import shorten_names
 from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.image_keys import SampleImages
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
-from ludic.training.batching.packing import MicroBatch, Packing, Rows, refuse_columns, select_rows, truncate_and_flag
+from ludic.training.batching.packing import MicroBatch, Packing, Rows, select_rows, truncate_and_flag
 from ludic.training.batching.preference import collate_meta, find_pair_rows, validate_preference_batch
 from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
+from ludic.training.batching.token_columns import refuse_columns
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.batch import PREFERRED_LENGTH, PREFERRED_TOKENS
@@ -60,7 +62,10 @@ class PreferenceMacroBatch(MacroBatch):
         refuse_columns(items, "a preference sample has one score")
         pairs, lone = find_pair_rows(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
         full = _core.SampleTable.from_items(items)
-        table = full.truncate(max_seq_len)
+        flagged = [truncate_and_flag(item, max_seq_len) for item in items]
+        images = SampleImages.of_items(flagged) if any(item.images for item in items) else None
+        keyed = items if images is None else images.key(flagged)  # two images are different, whatever their size
+        table = full.truncate(max_seq_len) if images is None else _core.SampleTable.from_items(keyed)
         lost_answer = (table.lengths == 0) | ((table.action_counts == 0) & (full.action_counts > 0))
         half_lost = lost_answer[pairs].any(axis=1)  # [P]: pairs [[0, 1], [2, 3]] and lost row 3 give [False, True]
         if not require_complete:
@@ -69,7 +74,7 @@ class PreferenceMacroBatch(MacroBatch):
         lengths, truncated = table.lengths, np.asarray(full.lengths > table.lengths)
         equal = np.array(
             [
-                lengths[a] == lengths[b] and np.array_equal(items[a].input_ids[: lengths[a]], items[b].input_ids[: lengths[b]])
+                lengths[a] == lengths[b] and np.array_equal(keyed[a].input_ids[: lengths[a]], keyed[b].input_ids[: lengths[b]])
                 for a, b in pairs
             ],
             dtype=bool,
@@ -84,7 +89,6 @@ class PreferenceMacroBatch(MacroBatch):
         }
         _warn_of_dropped(counts, items, pairs[dropped], max_seq_len)
         rows = np.concatenate([pairs[~dropped].reshape(-1), lone])
-        flagged = [truncate_and_flag(item, max_seq_len) for item in items]
         retained = set(rows.tolist())
         dropped_items = [item for row, item in enumerate(flagged) if row not in retained]
         return cls(
@@ -93,6 +97,7 @@ class PreferenceMacroBatch(MacroBatch):
             0,
             0,
             dropped_items,
+            images=None if images is None else images.select(rows),
             num_pairs=int((~dropped).sum()),
             counts_by_reason=counts,
         )

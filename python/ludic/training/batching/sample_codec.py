@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.columns import Column, float_column
 from ludic.errors import DataError
+from ludic.images.store import current_store
 from ludic.training.batching.candidates import check_candidates, pack_candidates, unpack_candidates
-from ludic.training.batching.packing import add_token_columns
+from ludic.training.batching.token_columns import add_token_columns
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
-from ludic.types import stored
+from ludic.types import ImageSpan, read_spans, stored
 
 VERSION = 4
 """Of the form of a batch."""
@@ -66,15 +67,22 @@ class PackedSamples(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     """`SampleAttachments.candidates` of each sample, int32; empty if none has any."""
 
 
+class PackedWithImages(PackedSamples, array_like=True, forbid_unknown_fields=True):
+    """The same of samples of which some have images. Samples of text are written without."""
+
+    images: list[list[ImageSpan]] = []
+    """The spans of each sample; empty if none has any."""
+
+
 class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     version: int
-    samples: PackedSamples
+    samples: PackedWithImages
     meta: dict[Any, Any]
     arrays: list[list[str | None]] | None
     """[N, 5] the dtype of each sequence that was an array of the user's; None if none was."""
 
 
-def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedSamples, bytes]:
+def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedWithImages, bytes]:
     """The samples as two parts, of which the second, `SampleTable.to_bytes`, is large. Raises
     DataError and DataTypeError for samples that could not be trained on, as
     `SampleTable.from_items`."""
@@ -92,7 +100,9 @@ def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedSamples, bytes]:
         )
         for name in sorted({name for given in own for name in given})
     }
-    packed = PackedSamples(
+    images = [item.images for item in items] if any(item.images for item in items) else []
+    kind: Any = PackedWithImages if images else PackedSamples
+    packed = kind(
         weights=np.array([item.weight for item in items], dtype=np.float64).tobytes(),
         logps=_pack_column("actor_logps", logps, table.action_counts),
         fractions=_pack_column(
@@ -103,11 +113,12 @@ def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedSamples, bytes]:
         meta=[item.meta for item in items],
         columns={name: column for name, column in columns.items() if column is not None},
         candidates=[pack_candidates(item.attachments.candidates) for item in items] if check_candidates(items) else [],
+        **({"images": images} if images else {}),
     )
     return packed, table.to_bytes()
 
 
-def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_foreign: bool = False) -> list[SAWItem]:
+def unpack_samples(packed: PackedWithImages, table: bytes | memoryview, *, is_foreign: bool = False) -> list[SAWItem]:
     """The samples of `pack_samples`. Their sequences share the memory of `table`: int32, and uint8
     for masks; read, they are lists. Raises DataError for anything else.
 
@@ -121,7 +132,7 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
         attention = own_columns.get("attention_mask")
         if attention is None:
             attention = np.ones_like(actions)
-        counts = np.add.reduceat(actions, offsets[:-1], dtype=np.int64)
+        counts, lengths = np.add.reduceat(actions, offsets[:-1], dtype=np.int64), np.diff(offsets).tolist()
         logps, fractions = (_unpack_column(column, counts) for column in (packed.logps, packed.fractions))
         columns = {name: _unpack_column(column, counts) for name, column in packed.columns.items()}
         attached = [
@@ -141,6 +152,9 @@ def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_forei
             np.frombuffer(packed.weights, np.float64).tolist(),
             packed.meta,
             attached,
+            (read_spans(spans, length) for spans, length in zip(packed.images, lengths, strict=True))
+            if packed.images
+            else itertools.repeat((), len(counts)),
             strict=True,
         )
         items = [SAWItem(*sample) for sample in samples]
@@ -249,6 +263,7 @@ def decode_batch(head: bytes | memoryview, table: bytes | memoryview) -> SAWBatc
     if content.version != VERSION:
         raise DataError(f"the batch has version {content.version}, this ludic reads {VERSION}; run one version everywhere")
     items = unpack_samples(content.samples, table)
+    current_store().check(span.digest for item in items for span in item.images)
     for item in items:
         _restore_tuples(item.meta)
     if content.arrays is not None:
@@ -303,7 +318,7 @@ def _with_arrays(item: SAWItem, dtypes: Sequence[str | None]) -> SAWItem:
     ids, attention, actions, logps, fractions = given
     kept = None if logps is None else ActorTokenLogps(logps)
     attached = replace(item.attachments, actor_logps=kept, action_fractions=fractions)
-    return SAWItem(ids, attention, actions, item.weight, item.meta, attached)
+    return SAWItem(ids, attention, actions, item.weight, item.meta, attached, item.images)
 
 
 def _restore_tuples(meta: dict[Any, Any]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic import _core
+from ludic.models.images.rows import IMAGES
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.training.batching.mini_batches import MiniBatch
 from ludic.training.batching.packing import MicroBatch, Packing, Rows, plan_lines
@@ -85,6 +86,9 @@ class TreeMiniBatch(MiniBatch):
             shared = self._shared[by_tree]
             shared[0] = 0  # as it is, unless the row stands for no sample (`MiniBatch._collate`)
             arrays, device = table.collate_trees(by_tree, shared), self.cfg.model_device
+            if self.batch.images is not None:
+                self.batch.images.restore(arrays)
+                tensors[IMAGES] = self.batch.images.of_trees(by_tree, shared, order)
             tensors[PREFIX_TREES] = PrefixTrees.from_arrays(arrays, table.lengths[by_tree], shared, device, order)
         return micro_batch
 

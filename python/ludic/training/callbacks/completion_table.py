@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import check_value, escape_controls
+from ludic.images.content import show_content
 from ludic.training.callbacks.base import Callback, TrainingEvent
 from ludic.training.types import SAWItem
 
@@ -68,7 +69,7 @@ def make_table(items: Sequence[SAWItem], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for item in items:
         numbers = (f"{_reward_of(item):.3g}", f"{item.weight:+.3g}", str(item.meta.get("completion_length", "")))
-        prompt, completion = item.meta.get("prev_obs", ""), item.meta["action"]
+        prompt, completion = show_content(item.meta.get("prev_obs", "")), item.meta["action"]
         table.add_row(Text(_shorten(prompt, keep_end=True)), Text(_shorten(completion)), *numbers)
     return table
 

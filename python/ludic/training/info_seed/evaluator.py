@@ -133,6 +133,8 @@ class SeedEvaluator:
         """[N, D] representations of the answers, and their seeds."""
         items = [sample_from_step(rollout, step, 0.0) for rollout in played for step in rollout.steps]
         seeded = [item for item in without_tags(SAWBatch(items)).items if seed_of(item.meta)]
+        if any(item.images for item in seeded):
+            raise DataError("InfoSeed represents answers to text, and the prompts have images; leave out its evaluator")
         device = next(model.parameters()).device
         pooled = []
         with torch.no_grad(), evaluation_mode(model):

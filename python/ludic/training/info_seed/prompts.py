@@ -8,6 +8,7 @@ from typing import Any
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, check_value
+from ludic.images.content import is_content
 from ludic.interaction.single_agent import await_results
 from ludic.training.info_seed.seed_tags import SEED_ID, InfoSeed, check_template, tag_prompt
 from ludic.training.rollouts.requests import GRPORequestStrategy
@@ -111,7 +112,7 @@ class SeedTaggedEnv(LudicEnv[str, str, str]):
         if not isinstance(messages, list):
             return info
         asked = [index for index, message in enumerate(messages) if message.get("role") == "user"]
-        if not asked or not isinstance(messages[asked[-1]].get("content"), str):
+        if not asked or not is_content(messages[asked[-1]].get("content")):
             raise ConfigError("InfoSeed tags the text of the user's last message, and this prompt has none")
         changed = [dict(message) for message in messages]
         changed[asked[-1]]["content"] = tag_prompt(changed[asked[-1]]["content"], self.seed_id, self.template)

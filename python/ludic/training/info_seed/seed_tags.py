@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ludic.errors import ConfigError, DataError, check_value
 from ludic.training.types import SAWBatch, SAWItem
-from ludic.types import group_of
+from ludic.types import ImageSpan, cut_spans, group_of
 
 SEED_ID = "seed_id"
 """Key of a seeded request's meta."""
@@ -53,8 +53,12 @@ class InfoSeed:
         return tag_prompt(prompt, seed_id, self.template)
 
 
-def tag_prompt(prompt: str, seed_id: int, template: str) -> str:
-    """`template` after the prompt; in place of it if it contains `{prompt}`."""
+def tag_prompt(prompt: Any, seed_id: int, template: str) -> Any:
+    """`template` after the prompt, in place of it if it contains `{prompt}`. Of content with images
+    its last part is the text that is tagged, or one more."""
+    if isinstance(prompt, list):
+        *before, last = prompt if prompt[-1]["type"] == "text" else [*prompt, {"type": "text", "text": ""}]
+        return [*before, {**last, "text": tag_prompt(last["text"], seed_id, template)}]
     tag = template.format(prompt=prompt, seed=seed_id)
     return tag if "{prompt}" in template else prompt + tag
 
@@ -85,14 +89,15 @@ def without_tags(batch: SAWBatch) -> SAWBatch:
 
     Example: plain [p q | a], seeded [p q s | b c] becomes [p q | b c].
     """
-    prompts: dict[Any, list[int]] = {}
+    prompts: dict[Any, tuple[list[int], tuple[ImageSpan, ...]]] = {}
     for item in batch.items:
         if item.meta.get("step_index"):
             raise DataError(f"InfoSeed needs rollouts of one turn; {item.meta.get('rollout_id')} has several")
         if not seed_of(item.meta):
-            prompts.setdefault(group_of(item.meta), list(item.input_ids[: _prompt_length(item.action_mask)]))
+            end = _prompt_length(item.action_mask)
+            prompts.setdefault(group_of(item.meta), (list(item.input_ids[:end]), cut_spans(item.images, 0, end=end)))
     items = [
-        with_prompt(item, prompts[group_of(item.meta)]) if seed_of(item.meta) else item
+        with_prompt(item, *prompts[group_of(item.meta)]) if seed_of(item.meta) else item
         for item in batch.items
         if not seed_of(item.meta) or group_of(item.meta) in prompts
     ]
@@ -106,8 +111,8 @@ def _prompt_length(action_mask: Sequence[int]) -> int:
     return next((index for index, acts in enumerate(action_mask) if acts), len(action_mask))
 
 
-def with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
-    """The sample with other tokens before its first action token."""
+def with_prompt(item: SAWItem, prompt: list[int], images: Sequence[ImageSpan] = ()) -> SAWItem:
+    """The sample with other tokens, which have `images`, before its first action token."""
     start = _prompt_length(item.action_mask)
     completion = list(item.input_ids[start:])
     meta = {**item.meta, "prompt_length": len(prompt)} if "prompt_length" in item.meta else item.meta
@@ -117,4 +122,5 @@ def with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
         attention_mask=[1] * (len(prompt) + len(completion)),
         action_mask=[0] * len(prompt) + list(item.action_mask[start:]),
         meta=meta,
+        images=(*images, *cut_spans(item.images, start, to=len(prompt))),
     )

@@ -7,7 +7,7 @@ import logging
 import socket
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -65,6 +65,7 @@ class StepRecord:
         self._micro_sizes: list[float] = []
         self._skipped: list[tuple[int, float]] = []
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
+        self._images: Counter[str] = Counter()
         self._work = self._time_of_ranks = 0.0
         self.rate, self.rate_stats = 1.0, dict[str, float]()
         """Factor by which callbacks scale the learning rate of the batch, 0: it is skipped; and
@@ -79,6 +80,7 @@ class StepRecord:
         for stats in result.micro_stats:
             self._micro_stats.append({key: stats[key] for key in stats if at_step_start or not is_mismatch_sum(key)})
         self._micro_sizes.extend(result.micro_sizes)
+        self._images.update(result.images)
 
     @property
     def optimizer_steps(self) -> int:
@@ -152,7 +154,8 @@ class StepRecord:
             if "loss_scale" in self._steps[-1]:
                 steps["loss_scale"] = Stat(self._steps[-1]["loss_scale"])
                 steps["skipped_steps"] = Stat(sum(step["skipped_steps"] for step in self._steps))
-        return {**combine_micro_stats([*micro_stats, *skipped_stats], sizes), **steps}
+        images = {key: Stat(value, rule="max" if key.endswith("_s") else "sum") for key, value in self._images.items()}
+        return {**combine_micro_stats([*micro_stats, *skipped_stats], sizes), **steps, **images}
 
     def _rollout_stats(self) -> dict[str, Stat]:
         """Statistics of the batch: its rollouts, and what was dropped."""

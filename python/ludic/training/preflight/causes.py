@@ -113,7 +113,7 @@ class CauseFinder:
     def _render_other_prompts(self, comparison: Comparison) -> dict[str, list[list[int]]]:
         """The prompts of all samples under each other rendering. Renderings that give the samples'
         own prompts are left out."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or any(item.images for item in comparison.items):
             return {}
         ways: dict[str, list[list[int]]] = {}
         for item in comparison.items:
@@ -131,7 +131,7 @@ class CauseFinder:
             ways["a begin token before the prompt"] = [bos, *prompt]
             ways["no begin token before the prompt"] = prompt[1:] if prompt[:1] == [bos] else prompt
         messages = item.meta.get("chat_prompt_messages")
-        if messages:
+        if messages and not item.images:
             contents = "".join(message.get("content") or "" for message in messages)
             ways["the messages without any template"] = _encode(tokenizer, contents)
             ways["one line for each message"] = _encode(
@@ -152,7 +152,8 @@ class CauseFinder:
             return None
         for item in comparison.items:
             messages = item.meta.get("chat_prompt_messages")
-            if not messages or any(message.get("role") not in ("system", "user") for message in messages):
+            others = any(message.get("role") not in ("system", "user") for message in messages or ())
+            if not messages or others or item.images:  # placeholders are not of the tokenizer
                 continue
             expected = ChatTemplate(self.tokenizer).render(messages, **(item.meta.get("chat_template_kwargs") or {}))
             prompt = _prompt(item)
@@ -206,8 +207,10 @@ class CauseFinder:
         sampling = replace(
             sampling, max_tokens=min(sampling.max_tokens, max(len(_completion(item)) for item in comparison.items))
         )
-        prompts = [_prompt(item) for item in comparison.items][:NUM_PROBES]
-        probes = (client.complete_tokens(ids, sampling=sampling, seed=i) for i, ids in enumerate(prompts) if ids)
+        prompts = [(_prompt(item), {"images": item.images} if item.images else {}) for item in comparison.items][:NUM_PROBES]
+        probes = (
+            client.complete_tokens(ids, sampling=sampling, seed=i, **shown) for i, (ids, shown) in enumerate(prompts) if ids
+        )
         traces = await asyncio.gather(*probes)
         items = []
         for trace in traces:
@@ -215,7 +218,7 @@ class CauseFinder:
             mask = [0] * len(prompt) + [1] * len(completion)
             logps = ActorTokenLogps(list(trace.completion_logprobs or []))
             attached = SampleAttachments(logps, candidates=trace.candidates)
-            items.append(SAWItem(prompt + completion, [1] * len(mask), mask, 0.0, {}, attached))
+            items.append(SAWItem(prompt + completion, [1] * len(mask), mask, 0.0, {}, attached, trace.images))
         return items
 
 

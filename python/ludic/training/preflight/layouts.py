@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from ludic import _core
 from ludic.errors import ConfigError
 from ludic.models.heads import captured_head, reads_last_token
+from ludic.models.images.processor import find_processor
+from ludic.models.images.support import check_images
 from ludic.models.packed_attention import OWN, PACKED, find_context, get_attention, hides_windows, set_attention
 from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES, PrefixTrees
 from ludic.models.wrappers import evaluation_mode, is_classifier, training_mode, unwrap_transformer
@@ -113,6 +115,8 @@ def _prepare_for_trees(model: nn.Module, cfg: TrainerConfig) -> str | None:
     name, kind = get_attention(model), type(unwrap_transformer(model)).__name__
     if name not in ("sdpa", *OWN):
         return f"the attention of {kind} is {name}, not sdpa"
+    if (reason := _find_image_fault(model, "trees")) is not None:
+        return reason
     if _is_on_gpu(cfg):
         reason = find_fault(model, cfg, "trees", attention=PREFIX_FLEX)
         if reason is None:
@@ -133,7 +137,21 @@ def _find_packing_fault(model: nn.Module, cfg: TrainerConfig) -> str | None:
         return (
             f'attn_implementation="{name}" would build a mask of [tokens, tokens]; load the model with "sdpa" or flash attention'
         )
-    return find_fault(model, cfg, "concatenated sequences", attention=PACKED if name == "sdpa" else name)
+    reason = _find_image_fault(model, "padding_free")
+    return reason or find_fault(model, cfg, "concatenated sequences", attention=PACKED if name == "sdpa" else name)
+
+
+def _find_image_fault(model: nn.Module, layout: str) -> str | None:
+    """Why a model that sees images does not compute them in `layout` (`support.LAYOUTS`) as
+    alone."""
+    processor = find_processor(model)
+    if processor is None:
+        return None
+    try:
+        with preserved_rng():
+            return check_images(unwrap_transformer(model), processor).reasons.get(layout)
+    except ConfigError as error:  # text may still be trained
+        return str(error)
 
 
 def find_fault(model: nn.Module, cfg: TrainerConfig, layout: Layout, *, attention: str | None = None) -> str | None:

@@ -12,6 +12,7 @@ All entries have a header with a checksum around msgpack. Numbers of tokens are 
 Bytes that were changed on their way are found by the checksum before anything is decoded.
 
 Ids, log-probabilities and masks of T tokens are columns of numbers; no object is made for a token.
+The bytes of an image are in an entry once, however many steps show it.
 
 `run_pipeline_actor` sends the samples of one group. An actor that assigns credit itself sends
 samples, not rollouts. An entry is a whole group, so that no group is ever divided. It has no
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, TypeVar
 
@@ -34,8 +35,10 @@ from numpy.typing import NDArray
 from ludic.columns import Column, append_ids, float_column, int_column, join_ids
 from ludic.errors import DataError, DataTypeError, check_value
 from ludic.files.json_values import to_builtin
+from ludic.images.content import find_digests
+from ludic.images.store import ImageError, current_store, digest_of
 from ludic.training.batching.candidates import pack_candidates, unpack_candidates
-from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
+from ludic.training.batching.sample_codec import PackedWithImages, pack_samples, unpack_samples
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
 from ludic.training.rollouts.episodes import (
     EpisodeFailure,
@@ -48,7 +51,7 @@ from ludic.training.rollouts.episodes import (
 )
 from ludic.training.rollouts.to_samples import require_trace
 from ludic.training.types import SAWItem
-from ludic.types import Rollout, Step, TokenTrace, group_of, stored
+from ludic.types import ImageSpan, Rollout, Step, TokenTrace, group_of, stored
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,11 @@ class EntryLimits:
     """Steps of a rollout."""
     max_groups: int | None = None
     """Groups (`group_id`) of the rollouts. None means any number."""
+    max_image_bytes: int = MAX_PAYLOAD_BYTES
+    """Size of the images, which are in the entry once each."""
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_rollouts", "max_steps", "max_groups"):
+        for name in ("max_bytes", "max_rollouts", "max_steps", "max_groups", "max_image_bytes"):
             check_value(name, getattr(self, name), above=0, optional=True)
 
 
@@ -129,16 +134,20 @@ class _Trace(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     has those after."""
 
 
+class _ImageTrace(_Trace, array_like=True, forbid_unknown_fields=True):
+    images: list[ImageSpan] = []  # written if there are any: traces of text have the bytes of older versions
+
+
 class _Step(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     index: int
-    prev_obs: str
+    prev_obs: str | list[dict[str, Any]]
     action: str
-    next_obs: str | None
+    next_obs: str | list[dict[str, Any]] | None
     reward: float
     truncated: bool
     terminated: bool
     info: dict[str, Any]
-    trace: _Trace | None
+    trace: _ImageTrace | None
     ts_ns: int
 
 
@@ -173,12 +182,18 @@ class _Group(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     failures: list[_Failure]
 
 
-_DECODER = msgspec.msgpack.Decoder(_Group)
+class _ImageGroup(_Group, array_like=True, forbid_unknown_fields=True):
+    images: dict[str, bytes] = {}
+    """Digest -> bytes; written if there are any."""
 
 
-def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
+_DECODER = msgspec.msgpack.Decoder(_ImageGroup)
+
+
+def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS, *, with_images: bool = True) -> bytes:
     """The entry of a group. Raises EntryError for what `decode_group` would refuse, so that an
-    actor delivers nothing that the trainer must set aside."""
+    actor delivers nothing that the trainer must set aside. `with_images`: it has the bytes of its
+    images, for a reader with another store."""
     played = group.played
     _check_group(group, limits)
     try:
@@ -187,7 +202,9 @@ def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
         raise EntryError(f"a group holds tokens that cannot be sent: {error}") from error
     failures = [_Failure(**vars(each)) for each in played.failures]
     head = (group.run, group.number, group.version, group.attempt, group.actor, group.generation_s, group.ended_s)
-    return seal(GROUP, _Group(*head, rollouts, played.num_requested, list(astuple(played.counts)), failures), limits)
+    content = (*head, rollouts, played.num_requested, list(astuple(played.counts)), failures)
+    images = _read_images(_image_digests(played), limits) if with_images else {}
+    return seal(GROUP, _ImageGroup(*content, images) if images else _Group(*content), limits)
 
 
 def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: SampleCheck | None = None) -> Group:
@@ -211,25 +228,67 @@ def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: Sa
     head = (content.run, content.number, content.version, content.attempt, content.actor, content.generation_s, content.ended_s)
     group = Group(*head, played)
     _check_group(group, limits, check)
+    _add_images(_image_digests(played), content.images, limits)
     return group
+
+
+def _image_digests(played: PlayedRollouts) -> list[str]:
+    """Of all images that were seen, each once."""
+    steps = [step for rollout in played for step in rollout.steps]
+    read = (span.digest for step in steps if step.trace is not None for span in step.trace.images)
+    shown = (digest for step in steps for obs in (step.prev_obs, step.next_obs) for digest in find_digests(obs))
+    return list(dict.fromkeys((*read, *shown)))
+
+
+def _read_images(digests: Iterable[str], limits: EntryLimits) -> dict[str, bytes]:
+    """The images of an entry. Raises EntryError for one that is not in the store."""
+    try:
+        images = {digest: current_store().read(digest) for digest in digests}
+    except ImageError as error:
+        raise EntryError(str(error)) from error
+    _check_image_bytes(images, limits)
+    return images
+
+
+def _check_image_bytes(images: Mapping[str, bytes], limits: EntryLimits) -> None:
+    if (size := sum(map(len, images.values()))) > limits.max_image_bytes:
+        raise EntryError(f"{len(images)} images have {size} bytes, the limit is {limits.max_image_bytes}; use smaller images")
+
+
+def _add_images(needed: Iterable[str], images: Mapping[str, bytes], limits: EntryLimits) -> None:
+    """Store the needed images of an entry. Raises EntryError for one that is not the image of its
+    digest, and for one that is neither in the entry nor in the store."""
+    _check_image_bytes(images, limits)
+    store = current_store()
+    try:
+        for digest in needed:
+            name = f"image {digest!r:.80} of the entry"
+            if digest in images and (found := digest_of(images[digest])) != digest:
+                raise EntryError(f"{name} is damaged: its bytes have the digest {found}")
+            if digest in images and (found := store.add(images[digest], name=name)) != digest:
+                raise EntryError(f"{name} would be stored as {found}; run the same ludic everywhere")
+            store.check([digest])
+    except ImageError as error:
+        raise EntryError(str(error)) from error
 
 
 def _encode_step(step: Step, before: Step | None) -> _Step:
     """A step as it is sent. Of a prompt that begins with all ids of the step before, only the rest
     is: an episode takes the bytes of its distinct tokens."""
     trace = step.trace
-    columns = None
+    columns: Any = None
     if trace is not None:
         prompt, completion, logps = trace_columns(trace)
         prompt, known = int_column(prompt), _ids_of(before)
         shared = len(known) if np.array_equal(prompt[: len(known)], known) else 0
-        columns = _Trace(
+        columns = (_ImageTrace if trace.images else _Trace)(
             ids_to_bytes(prompt[shared:]),
             ids_to_bytes(completion),
             None if logps is None else floats_to_bytes(logps),
             trace.finish_reason,
             pack_candidates(trace.candidates),
             shared,
+            *([trace.images] if trace.images else []),
         )
     ends = (step.truncated, step.terminated)
     return _Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, columns, step.ts_ns)
@@ -253,7 +312,8 @@ def _decode_step(step: _Step, before: Step | None) -> Step:
         logps = None if step.trace.logps is None else float_column(floats_from_bytes(step.trace.logps, len(completion)))
         candidates = unpack_candidates(step.trace.candidates)
         listed = None if candidates is None else [ids.tolist() for ids in candidates]
-        trace = TokenTrace(int_column(prompt), int_column(completion), logps, step.trace.finish_reason, listed)  # type: ignore[arg-type]
+        facts = (step.trace.finish_reason, listed, tuple(step.trace.images))
+        trace = TokenTrace(int_column(prompt), int_column(completion), logps, *facts)  # type: ignore[arg-type]
     ends = (step.truncated, step.terminated)
     return Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, trace, step.ts_ns)
 
@@ -426,18 +486,25 @@ class SampleGroup:
 class _Samples(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     producer: str
     sequence: int
-    samples: PackedSamples
+    samples: PackedWithImages
     table: bytes
 
 
-_SAMPLES_DECODER = msgspec.msgpack.Decoder(_Samples)
+class _ImageSamples(_Samples, array_like=True, forbid_unknown_fields=True):
+    images: dict[str, bytes] = {}
+    """As of a group."""
+
+
+_SAMPLES_DECODER = msgspec.msgpack.Decoder(_ImageSamples)
 
 
 def encode_samples(group: SampleGroup, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
     """The entry of a group. Raises EntryError for what `decode_samples` would refuse, so that an
     actor sends nothing that the trainer must set aside."""
     try:
-        payload = seal(SAMPLES, _Samples(group.producer, group.sequence, *pack_samples(group.items)), limits)
+        content = (group.producer, group.sequence, *pack_samples(group.items))
+        images = _read_images((span.digest for item in group.items for span in item.images), limits)
+        payload = seal(SAMPLES, _ImageSamples(*content, images) if images else _Samples(*content), limits)
     except EntryError:
         raise
     except (DataError, DataTypeError) as error:
@@ -461,6 +528,7 @@ def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: 
         _check_sample(item, check or SampleCheck())
     if len({group_of(item.meta) for item in items}) > 1:
         raise EntryError("the samples are of several groups (group_id)")
+    _add_images({span.digest: None for item in items for span in item.images}, content.images, limits)
     return SampleGroup(content.producer, content.sequence, items)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ludic.columns import LARGEST, find_token_fault
 from ludic.errors import DataError, LudicError, RolloutError
 from ludic.event_loop import describe_error
+from ludic.images.content import is_content, show_content
 from ludic.training.types import RolloutRequest
 from ludic.types import Rollout, Step, TokenTrace, stored
 
@@ -110,7 +111,7 @@ def _describe_failure(episode: Episode) -> EpisodeFailure:
         error=describe_error(episode.error),
         attempts=episode.retries + 1,
         meta=dict(episode.request.meta),
-        seen=played[-1].prev_obs if played else None,
+        seen=show_content(played[-1].prev_obs) if played else None,
         answer=played[-1].action if played else None,
     )
 
@@ -219,7 +220,7 @@ class SampleCheck:
 
 def check_rollouts(returned: Any, check: SampleCheck | None = None) -> list[Rollout]:
     """Return the rollouts of one episode. Raises GarbageError unless they are a list of valid
-    rollouts, with text as observations and actions, finite rewards, and tokens that pass
+    rollouts, with content as observations, text as actions, finite rewards, and tokens that pass
     `check`."""
     if not isinstance(returned, Sequence) or isinstance(returned, str):
         raise GarbageError(f"the protocol returned {type(returned).__name__} (TypeError); it must return a list of Rollout")
@@ -246,15 +247,20 @@ def _check_type(value: Any, kind: type, what: str) -> None:
         raise GarbageError(f"{what} is of type {type(value).__name__}; it must be {wanted}")
 
 
+def _check_content(value: Any, what: str) -> None:
+    if not is_content(value):
+        raise GarbageError(f"{what} is of type {type(value).__name__}; it must be text, or parts of text and stored images")
+
+
 def _check_step(step: Step) -> None:
     _check_type(step.index, int, "the index of a step")
     _check_type(step.info, dict, f"the info of step {step.index}")
     if step.trace is not None:
         _check_type(step.trace, TokenTrace, f"the trace of step {step.index}")
-    _check_type(step.prev_obs, str, f"prev_obs of step {step.index}")
+    _check_content(step.prev_obs, f"prev_obs of step {step.index}")
     _check_type(step.action, str, f"action of step {step.index}")
     if step.next_obs is not None:
-        _check_type(step.next_obs, str, f"next_obs of step {step.index}")
+        _check_content(step.next_obs, f"next_obs of step {step.index}")
     if not is_reward(step.reward):
         raise GarbageError(f"the reward of step {step.index} is {step.reward!r}; it must be a finite number of float32")
 

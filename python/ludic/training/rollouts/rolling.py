@@ -272,7 +272,8 @@ class _PlayedCodec(MemberCodec):
     """The rollouts of a group as text: the entry that actors send, compressed, in base64."""
 
     def encode(self, member: PlayedRollouts) -> str:
-        return base64.b64encode(zlib.compress(encode_group(GroupEntry("", 0, 0, played=member)), 1)).decode("ascii")
+        entry = encode_group(GroupEntry("", 0, 0, played=member), with_images=False)  # the run has them
+        return base64.b64encode(zlib.compress(entry, 1)).decode("ascii")
 
     def decode(self, value: str) -> PlayedRollouts:
         return decode_group(zlib.decompress(base64.b64decode(value, validate=True))).played

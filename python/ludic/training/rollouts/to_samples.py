@@ -111,6 +111,7 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
             **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
         },
         attachments=SampleAttachments(actor_logps=None if logps is None else ActorTokenLogps(logps), candidates=trace.candidates),
+        images=trace.images,
     )
 
 

@@ -19,11 +19,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ludic.errors import ConfigError, DataError, RowError, check_value
-from ludic.inference.prompts.template import ChatTemplate, begin_text, find_turn_end, normalize_message, read_template
-from ludic.types import Message
+from ludic.images.content import find_message_digests
+from ludic.inference.prompts.images import check_texts, expand_markers, find_spans
+from ludic.inference.prompts.template import ChatTemplate, begin_text, find_turn_end, read_template
+from ludic.types import ImageSpan, Message
+
+if TYPE_CHECKING:
+    from ludic.models.images.processor import ImageProcessor
 
 AssistantTurns = Literal["all", "last", "each"]
 ASSISTANT_TURNS: tuple[str, ...] = ("all", "last", "each")
@@ -39,6 +44,8 @@ class ChatTokens:
     """[T] ids of the rendered conversation."""
     action_mask: list[int]
     """[T] 1 on the assistant's tokens."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the conversation, whose placeholders are not trained."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class ChatTokenizer:
     turns."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template, for example `enable_thinking`."""
+    images: ImageProcessor | None = None
+    """Of a model that sees images."""
 
     def __post_init__(self) -> None:
         check_value("assistant_turns", self.turns, choices=ASSISTANT_TURNS)
@@ -75,7 +84,8 @@ class ChatTokenizer:
         assistant = [index for index, message in enumerate(messages) if message.get("role") == "assistant" and index >= first]
         if not assistant:
             raise DataError(f"{where} has no assistant message to train on; each row needs one")
-        rendering = _Rendering(self.tokenizer, {**self.template_args, **({"tools": tools} if tools else {})}, where)
+        template_args = {**self.template_args, **({"tools": tools} if tools else {})}
+        rendering = _Rendering(self.tokenizer, template_args, where, self.images)
         if tools:
             rendering.check_tools(messages, self.template_args)
         if self.turns == "all":
@@ -92,6 +102,7 @@ class _Rendering:
     tokenizer: Any
     template_args: Mapping[str, Any]
     where: str
+    images: ImageProcessor | None = None
 
     def tokenize(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """Tokenise the messages, with a mask on those at the indices `trained`."""
@@ -101,13 +112,13 @@ class _Rendering:
     def check_tools(self, messages: Sequence[Message], other_args: Mapping[str, Any]) -> None:
         """Raise DataError if the template leaves out the tools: the model would be trained as if
         there were none."""
-        if self._ids(messages, prompt=False) == _render_or_none(self.tokenizer, messages, other_args, self.where):
+        if self._ids(messages, prompt=False) == _render_or_none(self.tokenizer, messages, other_args, self.where, self.images):
             raise DataError(f"{self.where} has tools, which the chat template leaves out; set chat_template to one with `tools`")
 
     def _ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
         """Return the ids of `messages`; with `prompt`, followed by the header of the assistant's
         next message."""
-        return apply_template(self.tokenizer, messages, prompt=prompt, where=self.where, **self.template_args)
+        return apply_template(self.tokenizer, messages, prompt=prompt, where=self.where, images=self.images, **self.template_args)
 
     def _mask_by_prefixes(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """Compute the mask from renderings, each a prefix of the next.
@@ -135,7 +146,7 @@ class _Rendering:
                     full, mask = [*full, turn_end.token], [*mask, 0]
                 end += full[end] in turn_end.ids
             mask[start:end] = [1] * (end - start)
-        return ChatTokens(full, mask)
+        return ChatTokens(full, mask, find_images(full, messages, self.images))
 
     def _mask_by_marks(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """Compute the mask from the spans of characters that the template marks.
@@ -144,6 +155,12 @@ class _Rendering:
         has the mask [0, 0, 1, 1].
         """
         text, spans = _render_marked(self.tokenizer, messages, self.template_args, self.where)
+        if digests := find_message_digests(messages):
+            shown, images = text, require_images(self.images, self.where)
+            text = expand_images(text, messages, images, self.where)
+            growths = [len(images.process(digest).block) - len(images.marker) for digest in digests]
+            moved = [[at + sum(growths[: shown.count(images.marker, 0, at)]) for at in span] for span in spans]
+            spans = [(start, end) for start, end in moved]
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
         mask = [0] * len(ids)
@@ -154,7 +171,7 @@ class _Rendering:
                 mask[tokens[0] : end] = [1] * (end - tokens[0])
         if not any(mask):
             raise DataError(f"{self.where}: the template's {{% generation %}} blocks cover no token of this conversation")
-        return ChatTokens(ids, mask)
+        return ChatTokens(ids, mask, find_images(ids, messages, self.images))
 
     def _select_spans(
         self, messages: Sequence[Message], trained: Sequence[int], spans: Sequence[tuple[int, int]]
@@ -223,19 +240,52 @@ def _join_touching(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool, where: str, **template_args: Any) -> list[int]:
-    """Return the token ids of the rendered messages. Raises DataError, naming the row, if the
-    template raises."""
+def apply_template(
+    tokenizer: Any, messages: Sequence[Message], *, prompt: bool, where: str, images: ImageProcessor | None = None, **args: Any
+) -> list[int]:
+    """Return the token ids of the rendered messages, with the placeholders of their images. Raises
+    DataError, naming the row, if the template raises, and for images that cannot be shown."""
+    has_images = bool(find_message_digests(messages))
+    marker = require_images(images, where).marker if has_images else ""
     try:
-        rendered = ChatTemplate(tokenizer).apply(messages, prompt=prompt, tokenize=True, **template_args)
+        rendered = ChatTemplate(tokenizer, marker).apply(messages, prompt=prompt, tokenize=not has_images, **args)
     except Exception as error:  # a template is a program: it may raise anything
         raise _template_error(tokenizer, error, where) from error
-    assert not isinstance(rendered, str), "tokens were requested"
+    if isinstance(rendered, str):
+        return tokenize_text(tokenizer, expand_images(rendered, messages, images, where))
     return rendered
 
 
+def require_images(images: ImageProcessor | None, where: str) -> ImageProcessor:
+    """The processor. Raises DataError for a model that reads text alone."""
+    if images is None:
+        raise DataError(f"{where} has images, and the model reads text alone; name a vision model, or leave out the images")
+    return images
+
+
+def expand_images(text: str, messages: Sequence[Message], images: ImageProcessor | None, where: str) -> str:
+    """The rendered text with the placeholders of its images. Raises DataError, naming the row."""
+    processor = require_images(images, where)
+    try:
+        check_texts(messages, processor)
+        return expand_markers(text, find_message_digests(messages), processor)
+    except (ConfigError, DataError) as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def find_images(ids: Sequence[int], messages: Sequence[Message], images: ImageProcessor | None) -> tuple[ImageSpan, ...]:
+    """Where the images of the conversation are in its ids."""
+    digests = find_message_digests(messages)
+    return tuple(find_spans(ids, digests, images)) if digests and images is not None else ()
+
+
 def check_calls_are_rendered(
-    tokenizer: Any, messages: Sequence[Message], tools: Any, template_args: Mapping[str, Any], where: str
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Any,
+    template_args: Mapping[str, Any],
+    where: str,
+    images: ImageProcessor | None = None,
 ) -> None:
     """Raise DataError if the template leaves out the messages' tool calls: the model would be
     trained on empty answers."""
@@ -243,16 +293,18 @@ def check_calls_are_rendered(
         return
     arguments = {**template_args, **({"tools": tools} if tools else {})}
     without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-    with_calls = apply_template(tokenizer, messages, prompt=False, where=where, **arguments)
-    if with_calls == _render_or_none(tokenizer, without, arguments, where):
+    with_calls = apply_template(tokenizer, messages, prompt=False, where=where, images=images, **arguments)
+    if with_calls == _render_or_none(tokenizer, without, arguments, where, images):
         raise DataError(f"{where} has tool calls, which the chat template leaves out; set chat_template to one with tool_calls")
 
 
-def _render_or_none(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str, Any], where: str) -> list[int] | None:
+def _render_or_none(
+    tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str, Any], where: str, images: ImageProcessor | None
+) -> list[int] | None:
     """The ids of messages from which something was left out; None for a template that asks for
     it."""
     try:
-        return apply_template(tokenizer, messages, prompt=False, where=where, **arguments)
+        return apply_template(tokenizer, messages, prompt=False, where=where, images=images, **arguments)
     except DataError:
         return None
 
@@ -268,7 +320,7 @@ def _render_marked(
     arguments = {**tokenizer.special_tokens_map, **template_args}
     try:
         texts, spans = render_jinja_template(
-            conversations=[[normalize_message(message) for message in messages]],
+            conversations=[ChatTemplate(tokenizer).show(messages)],
             chat_template=read_template(tokenizer, arguments.get("tools")),
             tools=arguments.pop("tools", None),
             return_assistant_tokens_mask=True,

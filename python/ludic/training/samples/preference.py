@@ -36,17 +36,23 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
 from ludic.data import DataSet, load_data
 from ludic.data.formats import Kind
+from ludic.data.row_images import intern_row
+from ludic.data.rows_on_disk import Changed
 from ludic.errors import DataError, DataKeyError, RowError, check_value
 from ludic.inference.prompts.template import encode_text, read_template_kwargs
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens, append_eos, tokenize_prompt_completion
 from ludic.training.types import SAWItem
 from ludic.types import Message
+
+if TYPE_CHECKING:
+    from ludic.models.images.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +79,8 @@ class PreferenceItems:
     as_arrays: bool = False
     """Store tokens and masks as int32 arrays instead of lists, which take seven times the
     memory."""
+    images: ImageProcessor | None = None
+    """Of a model that sees images, which rows have in the store (`data.row_images`)."""
 
     def __post_init__(self) -> None:
         check_value("max_length", self.max_length, least=1, optional=True)
@@ -150,7 +158,9 @@ class PreferenceItems:
     ) -> TruncatedTokens:
         prompt = add_system_prompt(prompt, self.system_prompt)
         template_args = read_template_kwargs(row, where)
-        tokens = conversation_tokens(self.tokenizer, prompt, answer, where, tools=row.get("tools"), **template_args)
+        tokens = conversation_tokens(
+            self.tokenizer, prompt, answer, where, tools=row.get("tools"), images=self.images, **template_args
+        )
         return truncate_right(tokens, self.max_length, where)
 
 
@@ -164,7 +174,14 @@ class TruncatedTokens:
 
 
 def conversation_tokens(
-    tokenizer: Any, prompt: Sequence[Message], answer: Sequence[Message], where: str, *, tools: Any = None, **template_args: Any
+    tokenizer: Any,
+    prompt: Sequence[Message],
+    answer: Sequence[Message],
+    where: str,
+    *,
+    tools: Any = None,
+    images: ImageProcessor | None = None,
+    **template_args: Any,
 ) -> ChatTokens:
     """Tokenise prompt and answer with the chat template, up to the end token of the last message of
     `answer`. The assistant's tokens in `answer` are the action.
@@ -174,10 +191,10 @@ def conversation_tokens(
     """
     if not answer or answer[-1].get("role") != "assistant":
         raise DataError(f"{where}: a response must end with an assistant message")
-    chat = ChatTokenizer(tokenizer, "all", template_args)
+    chat = ChatTokenizer(tokenizer, "all", template_args, images)
     [tokens] = chat.tokenize([*prompt, *answer], tools=tools, first=len(prompt), where=where)
     end = len(tokens.action_mask) - tokens.action_mask[::-1].index(1)
-    return ChatTokens(tokens.input_ids[:end], tokens.action_mask[:end])
+    return ChatTokens(tokens.input_ids[:end], tokens.action_mask[:end], tokens.images)
 
 
 def _identify_prompt(row: Row) -> dict[str, str]:
@@ -227,7 +244,7 @@ def truncate_right(tokens: ChatTokens, max_length: int | None, where: str) -> Tr
             "out"
         )
         raise RowError(message, reason="prompt_too_long")
-    retained = ChatTokens(tokens.input_ids[:max_length], tokens.action_mask[:max_length])
+    retained = ChatTokens(tokens.input_ids[:max_length], tokens.action_mask[:max_length], tokens.images)
     return TruncatedTokens(retained, _truncation_facts(total, max_length, prompt=False, completion=True))
 
 
@@ -270,6 +287,7 @@ def _make_item(sample: TruncatedTokens, meta: dict[str, Any], *, as_arrays: bool
         action_mask=column(mask),
         weight=1.0,
         meta={**meta, **lengths, **sample.cut},
+        images=sample.tokens.images,
     )
 
 
@@ -384,6 +402,8 @@ def load_preference_items(
     system_prompt: str | None = None,
     unpaired: bool = False,
     left_out: Counter[str] | None = None,
+    images: ImageProcessor | None = None,
+    image_folder: Path | None = None,
 ) -> list[SAWItem]:
     """Return the samples of a JSONL, JSON, CSV or parquet file, of a folder, or of a data set id
     for the `datasets` library. Rows are in one of TRL's preference formats, or have two scored
@@ -392,7 +412,8 @@ def load_preference_items(
 
     `columns` maps names to columns (`{"chosen": "better"}`); `config` and `split` are for ids and
     folders. At most `limit` rows are read; they are drawn at random with `seed`, since data sets
-    are often sorted, and keep their order.
+    are often sorted, and keep their order. `images`: the processor of a model that sees the images
+    of rows, whose paths are relative to `image_folder`, or to the folder of the file.
 
     Raises DataError, naming file and row, for a row of another format and for a label that is not a
     probability. A row that gives no pair is skipped with a warning and counted in `left_out`
@@ -411,12 +432,13 @@ def load_preference_items(
         limit=limit,
         seed=seed,
     )
-    pair_maker = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
+    pair_maker = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True, images=images)
+    rows = Changed(data.rows, lambda index, row: intern_row(row, image_folder or data.table.folder_of(index), data.where(index)))
     if left_out is not None and data.table.equal_scores:
         left_out["equal_scores"] += len(data.table.equal_scores)
     if data.kind == other_kind:
-        return _make_items(pair_maker, data.rows, data.where, label_col=None, unpaired=True, left_out=left_out)
-    return _make_items(pair_maker, data.rows, data.where, label_col=label_col, strict_labels=True, left_out=left_out)
+        return _make_items(pair_maker, rows, data.where, label_col=None, unpaired=True, left_out=left_out)
+    return _make_items(pair_maker, rows, data.where, label_col=label_col, strict_labels=True, left_out=left_out)
 
 
 def shuffle_preference_pairs(items: Sequence[SAWItem], seed: int | None = None) -> list[SAWItem]:

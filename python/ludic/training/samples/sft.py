@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,6 +42,8 @@ from ludic.data.formats import (
     read_tools,
 )
 from ludic.errors import DataError
+from ludic.images.content import find_message_digests, intern_prompt
+from ludic.images.store import current_store
 from ludic.inference.prompts.template import ChatTemplate, find_turn_end, read_template, read_template_kwargs
 from ludic.training.rollouts.log import parse_rollout
 from ludic.training.rollouts.to_samples import sample_from_step
@@ -56,6 +58,9 @@ from ludic.training.samples.conversations import (
 from ludic.training.samples.preference import add_system_prompt, conversation_tokens, truncate_right
 from ludic.training.types import SAWItem
 from ludic.types import Message, is_list_of
+
+if TYPE_CHECKING:
+    from ludic.models.images.processor import ImageProcessor
 
 Row = Mapping[str, Any]
 
@@ -77,6 +82,8 @@ class SFTItems:
     """The format of all rows, one of `ludic.data.formats.FORMATS`; `auto`: by the columns."""
     max_tokens: int | None = None
     """Longer plain texts are divided into samples of at most this number of tokens."""
+    images: ImageProcessor | None = None
+    """Of a model that sees images, which rows have in the store (`data.row_images`)."""
 
     def of(self, rows: Iterable[tuple[str, Row]]) -> list[SAWItem]:
         """Return the samples of all `(name, row)` pairs. Raises DataError, naming the row, for a
@@ -111,7 +118,7 @@ class SFTItems:
         return self._tokenize_conversation(convert_sharegpt(row, where), {**row, "tools": read_tools(row, where)}, where)
 
     def _tokenize_alpaca(self, row: Row, where: str) -> list[ChatTokens]:
-        if read_template(self.tokenizer):
+        if read_template(self.tokenizer) or row.get("images"):
             return self._tokenize_conversation(convert_alpaca(row, where), {**row, "tools": None}, where)
         return [tokenize_prompt_completion(self.tokenizer, *convert_alpaca_to_text(row, where), where)]
 
@@ -125,10 +132,13 @@ class SFTItems:
         """Tokenise a conversation; messages before index `first` are not trained."""
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
+        if row.get("images") and not find_message_digests(messages):  # where the images are is known only now
+            shown = intern_prompt(messages, current_store(), images=row["images"], where=f"{where}: ")
+            return self._tokenize_conversation(shown, row, where, first)
         template_args = read_template_kwargs(row, where)
-        chat = ChatTokenizer(self.tokenizer, self.assistant_turns, template_args)
+        chat = ChatTokenizer(self.tokenizer, self.assistant_turns, template_args, self.images)
         samples = chat.tokenize(messages, tools=row.get("tools"), first=first, where=where)
-        check_calls_are_rendered(self.tokenizer, messages, row.get("tools"), template_args, where)
+        check_calls_are_rendered(self.tokenizer, messages, row.get("tools"), template_args, where, self.images)
         return samples
 
     def _tokenize_prompt_completion(self, row: Row, where: str) -> list[ChatTokens]:
@@ -147,7 +157,7 @@ class SFTItems:
 def _read_rollout(row: Row, where: str) -> list[ChatTokens]:
     rollout = parse_rollout(row, where)
     items = [sample_from_step(rollout, step, 1.0) for step in rollout.steps]
-    return [ChatTokens(item.input_ids, item.action_mask) for item in items]
+    return [ChatTokens(item.input_ids, item.action_mask, item.images) for item in items]
 
 
 def _read_ids(row: Row, where: str) -> list[ChatTokens]:
@@ -174,6 +184,7 @@ def _make_item(tokens: ChatTokens, where: str, index: int) -> SAWItem:
             "completion_length": num_actions,
             "prompt_length": len(ids) - num_actions,
         },
+        images=tokens.images,
     )
 
 

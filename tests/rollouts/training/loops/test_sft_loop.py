@@ -1,5 +1,7 @@
 """Supervised fine-tuning: a `Trainer` on samples, and nothing else."""
 
+import asyncio
+
 import pytest
 import torch
 from document_samples import ListLogger, make_backend, make_samples
@@ -7,11 +9,14 @@ from training_samples import assert_same_tensors, tiny_model, weights_of
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.files.atomic import read_json
+from ludic.models.images.rows import RowImages
 from ludic.rollouts.training import Sample, SFTTrainingConfig, run_sft_training
+from ludic.rollouts.training.backends.protocol import ForeignBackend
 from ludic.rollouts.training.loops.sft_loop import collate_batch, prepare_sft_batch
 from ludic.rollouts.training.rl_losses import SFT_LOSS, sft_loss
 from ludic.training import RLAlgorithm, SAWItem, Trainer, TrainerConfig
 from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.packing import MicroBatch
 from ludic.training.credit_assignment import ConstantCredit
 
 CONFIG = SFTTrainingConfig(num_steps=5, batch_size=3, log_every=2, checkpoint_every=2)
@@ -146,3 +151,15 @@ async def test_packed_samples_train_as_padded_ones(tmp_path):
     columns = {"input_ids": ids, "attention_mask": (ids != 0).long(), "loss_mask": mask}
     losses = [(await backend.forward_backward(each))["loss"] for backend, each in ((packed, batch), (padded, columns))]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_backend_of_columns_refuses_images():
+    class Columns:
+        def forward_backward(self, batch):
+            raise AssertionError("it is not called")
+
+        optim_step = save_checkpoint = forward_backward
+
+    images = MicroBatch({"images": RowImages(9, [()])}, 1)
+    with pytest.raises(ConfigError, match="Columns gets columns of numbers"):
+        asyncio.run(ForeignBackend(Columns()).forward_backward(images).result())

@@ -24,7 +24,8 @@ from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training.rl_losses import GRPO_LOSS, IGNORED, SFT_LOSS, PPOLoss, grpo_loss, ppo_loss, sft_loss, sum_of_means
 from ludic.training import ranks
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import FRACTIONS, MicroBatch, Rows
+from ludic.training.batching.packing import MicroBatch, Rows
+from ludic.training.batching.token_columns import FRACTIONS
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import Loss, as_loss, with_reported_loss
 from ludic.training.loss.batch import Batch, Stats

@@ -17,6 +17,7 @@ import torch
 
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import TrainFuture, await_if_needed
+from ludic.models.images.rows import IMAGES
 from ludic.training.backend.protocol import BackwardResult, MicroBatches
 from ludic.training.batching.packing import MicroBatch
 from ludic.training.loss import BatchTotals
@@ -84,6 +85,8 @@ class ForeignBackend:
     async def _forward_backward(self, batch: MicroBatches) -> BackwardResult:
         result = BackwardResult(torch.zeros(()))
         for micro_batch in batch:
+            if IMAGES in micro_batch.tensors:
+                raise ConfigError(f"backend {type(self.backend).__name__} gets columns of numbers, and the samples have images")
             tensors = {COLUMNS.get(name, name): value for name, value in micro_batch.tensors.items() if name != "old_logp_action"}
             metrics = await self._ask("forward_backward", {**tensors, "labels": tensors["input_ids"].clone()})
             if "loss" not in metrics:

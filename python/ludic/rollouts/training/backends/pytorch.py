@@ -20,8 +20,9 @@ from ludic.event_loop import TrainFuture
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import PICKLED
 from ludic.models.regions import make_slices
+from ludic.models.saving import save_tokenizer
 from ludic.models.sharding import find_own_region, gather_tensor, get_local, is_sharded, reshard
-from ludic.models.wrappers import unwrap_transformer
+from ludic.models.wrappers import find_text_config
 from ludic.rollouts.training.backends.columns import (
     ColumnMiniBatch,
     ColumnRows,
@@ -225,7 +226,7 @@ class PyTorchTrainingBackend(TorchBackend):
             self._save(folder, optimizer)
             if folder is not None and ranks.rank() == 0:
                 if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(folder)
+                    save_tokenizer(self.tokenizer, folder, self.model)
                 content: dict[str, Any] = {
                     "step": self.weight_version if step is None else step,
                     "optim_step": self.current_step,
@@ -331,7 +332,7 @@ def _make_config(
 ) -> TrainerConfig:
     """Settings of a `Trainer` around the backend. A loss that must see a batch whole has no limit
     on micro-batches."""
-    limit = getattr(getattr(unwrap_transformer(model), "config", None), "max_position_embeddings", None)
+    limit = getattr(find_text_config(model), "max_position_embeddings", None)
     length = max_seq_len or (LONGEST if limit is None else int(limit))
     whole = isinstance(loss, FunctionLoss)
     if budget is not None and whole:

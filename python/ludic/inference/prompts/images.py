@@ -1,0 +1,89 @@
+"""Images in prompts: the text that takes the place of an image's marker, and the places of its
+tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ludic.errors import ConfigError, DataError
+from ludic.images.content import intern_messages
+from ludic.types import ImageSpan, Message
+
+if TYPE_CHECKING:
+    from ludic.models.images.processor import ImageProcessor
+
+_MULTIMODAL = re.compile(r"(image|video|audio|vision|boi|eoi)\w*_token$")
+"""Names of a processor's tokens, such as `fake_image_token`."""
+
+
+def intern_given(messages: Sequence[Message], images: ImageProcessor | None, model_name: str) -> Sequence[Message]:
+    """The messages of a request with their images in the store. Raises ConfigError if there are
+    some, and the model reads text alone."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    if not contents:
+        return messages
+    if images is not None:
+        return intern_messages(messages, images.store)
+    if any("image" in str(part.get("type")) for content in contents for part in content if isinstance(part, Mapping)):
+        raise make_text_error(model_name)
+    return messages
+
+
+def make_text_error(model_name: str) -> ConfigError:
+    """The error of a prompt with images for a model that reads text alone."""
+    return ConfigError(f"the prompt has images, and {model_name} reads text alone; name a vision model, or leave out the images")
+
+
+def check_texts(messages: Sequence[Message], images: ImageProcessor) -> None:
+    """Raise DataError for a message whose text spells a token of images, video or audio: the model
+    would read an image there that nobody has given."""
+    named = [getattr(token, "content", token) for name, token in vars(images.processor).items() if _MULTIMODAL.search(name)]
+    banned = images.tokenizer.convert_ids_to_tokens(list(images.banned_ids))
+    tokens = {token for token in (images.marker, *named, *banned) if isinstance(token, str) and token}
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+        for text in (*texts, message.get("reasoning_content")):
+            if spelt := next((token for token in tokens if token in str(text or "")), None):
+                raise DataError(
+                    f"the text of message {place} ({message.get('role')}) spells {spelt!r}, a token of images; write it otherwise"
+                )
+
+
+def expand_markers(text: str, digests: Sequence[str], images: ImageProcessor) -> str:
+    """The text with the block of the k-th image in place of the k-th marker. Raises ConfigError if
+    it has more markers or fewer.
+
+    Example: with an image of two placeholders, `<image>How many?` is `<image><image>How many?`.
+    """
+    first, *rest = text.split(images.marker)
+    if len(rest) != len(digests):
+        raise ConfigError(
+            f"the chat template writes {len(rest)} times {images.marker!r} for {len(digests)} images; set chat_template to one that "
+            "shows each image once"
+        )
+    return first + "".join(images.process(digest).block + part for digest, part in zip(digests, rest, strict=True))
+
+
+def find_spans(ids: Sequence[int], digests: Sequence[str], images: ImageProcessor, *, start: int = 0) -> list[ImageSpan]:
+    """Where the images are in `ids`, which begin at `start` of a prompt. Raises ConfigError unless
+    the ids have the placeholders of these images, and no others.
+
+    Example: ids [5, 9, 9, 3, 9, 9, 6, 9] with the placeholder 9 and images of 4 and 1 placeholders
+    have spans of start 1, length 5 and start 7, length 1.
+    """
+    counts = [images.process(digest).num_placeholders for digest in digests]
+    places = [place for place, token in enumerate(ids) if token in images.banned_ids]
+    if len(places) != sum(counts) or any(ids[place] != images.placeholder_id for place in places):
+        raise ConfigError(
+            f"the prompt has {len(places)} placeholders for the {sum(counts)} features of {len(digests)} images; an image needs as many "
+            "as its processor says, and text may have none"
+        )
+    spans, at = [], 0
+    for digest, count in zip(digests, counts, strict=True):
+        first, last = places[at], places[at + count - 1]
+        spans.append(ImageSpan(digest, start + first, last - first + 1))
+        at += count
+    return spans

@@ -1,0 +1,124 @@
+"""A task of pictures: how many shapes are there, and of which colour?
+
+A picture of 24 x 24 pixels has one to five equal shapes (squares, discs or crosses) of one colour
+in nine cells, each shifted in its cell. The answer to three red discs is `3r`; reward 1 if both are
+right. A quarter of the teacher's demonstrations count right and the others are off by one, so that
+reinforcement has to learn to count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ludic.envs.dataset_qa_env import DatasetQAEnv
+from ludic.errors import check_value
+from ludic.tasks.digits import matches_exactly
+from ludic.tasks.episodic import Episode, EpisodicTask, Problem, Turn
+from ludic.types import StepOutcome
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SIZE, CELL, SHAPE = 24, 8, 6
+"""Pixels of the side of a picture, of a cell and of a shape."""
+COLOURS = {"r": (220, 40, 40), "g": (40, 180, 60), "b": (50, 80, 220), "y": (230, 210, 40)}
+KINDS = ("square", "disc", "cross")
+MOST = 5
+QUESTION = "how many, which colour? "
+_SPLIT_SEED = 30_000  # of the held-out pictures, which are the same in every run
+
+
+def draw_picture(name: str) -> NDArray[np.uint8]:
+    """The picture [24, 24, 3] of a name such as `r-disc-0.1.2-4.0.0`: red discs in the cells 0 and
+    4, the first 1 pixel down and 2 to the right."""
+    import numpy as np
+
+    colour, kind, *places = name.split("-")
+    y, x = np.mgrid[:SHAPE, :SHAPE] - (SHAPE - 1) / 2
+    covered = {"square": y > -SHAPE, "disc": y**2 + x**2 <= 8, "cross": (abs(y) <= 1) | (abs(x) <= 1)}[kind]
+    picture = np.full((SIZE, SIZE, 3), 245, dtype=np.uint8)
+    for cell, down, right in (map(int, place.split(".")) for place in places):
+        top, left = cell // 3 * CELL + down, cell % 3 * CELL + right
+        picture[top : top + SHAPE, left : left + SHAPE][covered] = COLOURS[colour]
+    return picture
+
+
+def show_problem(problem: Mapping[str, Any]) -> list[Any]:
+    """The picture and the question."""
+    return [draw_picture(problem["id"]), problem["question"]]
+
+
+class ShapesEnv(DatasetQAEnv):
+    """One picture and one question. The info says which part of the answer is right."""
+
+    def __init__(self, problem: Episode) -> None:
+        super().__init__(dict(problem), prompt_builder=show_problem, verifier=matches_exactly)
+        self._answer = str(problem["answer"])
+
+    def env_step(self, action: str) -> StepOutcome:
+        outcome = super().env_step(action)
+        outcome.info["count_right"] = action[:1] == self._answer[:1]
+        outcome.info["colour_right"] = action[1:2] == self._answer[1:2]
+        return outcome
+
+
+@dataclass(frozen=True)
+class Shapes(EpisodicTask):
+    """Pictures are held out by their content: a held-out picture is never trained on."""
+
+    right: float = 0.25
+    """Share of demonstrations whose count is right; the others are off by one."""
+    num_heldout: int = 400
+
+    def __post_init__(self) -> None:
+        check_value("right", self.right, least=0, most=1)
+        check_value("num_heldout", self.num_heldout, least=1, most=2_000)
+
+    max_turns = 1
+    max_new_tokens = 3
+    success_reward = 1.0
+    reward_sees = "count and colour, which must both be right, and nothing else"
+    facts: ClassVar[Mapping[str, str]] = {"count_right": "the count is right", "colour_right": "the colour is right"}
+
+    def draw(self, rng: Random) -> Problem:
+        while True:
+            problem = _any_problem(rng)
+            if problem["id"] not in self._heldout:
+                return problem
+
+    def suites(self) -> Mapping[str, Sequence[Episode]]:
+        return {"held out": list(self._heldout.values())}
+
+    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
+        problems = [self.draw(rng) for _ in range(count)]
+        return [[Turn(show_problem(problem), self._answer(problem["answer"], rng))] for problem in problems]
+
+    def make_env(self, episode: Episode) -> DatasetQAEnv:
+        return ShapesEnv(episode)
+
+    def _answer(self, answer: str, rng: Random) -> str:
+        count, colour = int(answer[0]), answer[1]
+        if rng.random() >= self.right:
+            count = rng.choice([near for near in (count - 1, count + 1) if 1 <= near <= MOST])
+        return f"{count}{colour}"
+
+    @cached_property
+    def _heldout(self) -> dict[str, Problem]:
+        rng, problems = Random(_SPLIT_SEED), dict[str, Problem]()
+        while len(problems) < self.num_heldout:
+            problem = _any_problem(rng)
+            problems[problem["id"]] = problem
+        return problems
+
+
+def _any_problem(rng: Random) -> Problem:
+    count, colour = rng.randint(1, MOST), rng.choice(list(COLOURS))
+    cells = sorted(rng.sample(range(9), count))
+    places = [f"{cell}.{rng.randrange(3)}.{rng.randrange(3)}" for cell in cells]
+    name = "-".join([colour, rng.choice(KINDS), *places])
+    return Problem(id=name, question=QUESTION, answer=f"{count}{colour}")

@@ -1,0 +1,103 @@
+"""Runs whose rows or environments have images: where they are stored, and what is refused before
+anything is written."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import ludic, refused
+from image_spans import draw_picture
+from PIL import Image
+
+from ludic.images.store import ImageStore, current_store
+from ludic.recipes.compose import compose
+from ludic.recipes.epochs_schema import compose_sft
+from ludic.runs.data.sft import SFTData
+from ludic.tasks.shapes import Shapes, draw_picture as draw_shapes
+
+SMALL = [
+    "network.hidden_size=16",
+    "network.num_layers=1",
+    "network.num_heads=2",
+    "network.num_kv_heads=1",
+    "network.intermediate_size=16",
+]
+VISION = ["network.kind=qwen2_vl", *SMALL]
+
+
+def write_rows(folder, count=12):
+    (folder / "img").mkdir(parents=True)
+    rows = []
+    for number in range(count):
+        picture = draw_picture(number).repeat(4, 0).repeat(4, 1)
+        Image.fromarray(picture).save(folder / "img" / f"{number}.png")
+        rows.append({"prompt": "How many?", "completion": str(number % 3), "images": [f"img/{number}.png"]})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_images_that_a_run_has_seen_lie_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    before = current_store()
+    heldout = "task.args.num_heldout=3"
+    ludic(
+        "train",
+        "recipe=shapes",
+        *SMALL,
+        "steps=0",
+        "warmup.steps=0",
+        "evaluation.prompts=3",
+        heldout,
+        f"output={tmp_path}",
+        "name=run",
+    )
+    store = ImageStore(tmp_path / "run" / "images")
+    shown = [draw_shapes(problem["id"]) for problem in Shapes(num_heldout=3).suites()["held out"]]
+    assert all(store.has(ImageStore().add(picture)) for picture in shown)
+    assert current_store() is before
+    assert not list((tmp_path / "tmp").glob("ludic-images-*"))
+
+
+def test_sft_reads_rows_with_images_for_a_model_that_sees_them(tmp_path):
+    from ludic.models.images.processor import find_processor
+    from ludic.recipes.model import build_model, build_tokenizer
+
+    recipe = compose_sft([f"data={write_rows(tmp_path / 'data')}", *VISION, "heldout=0.3"])
+    tokenizer = build_tokenizer(recipe)
+    images = find_processor(build_model(recipe, tokenizer))
+    data = SFTData.read(recipe, tokenizer, images)
+    assert (len(data.train), len(data.heldout)) == (9, 3)  # by its image, each prompt is another one
+    assert len({item.images[0].digest for item in (*data.train, *data.heldout)}) == 12
+    assert all(np.asarray(item.input_ids)[item.images[0].start] == images.placeholder_id for item in data.train)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_images_for_a_model_of_text_are_refused_before_anything_is_written(tmp_path, command):
+    path = write_rows(tmp_path / "data")
+    if command == "dpo":
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**row, "chosen": "1", "rejected": "2"}) + "\n" for row in rows))
+    message = refused(command, f"data={path}", *SMALL, f"output={tmp_path / 'runs'}")
+    assert "rows.jsonl, line 1 has images, and the model reads text alone" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_picture_is_refused_with_its_line(tmp_path):
+    path = write_rows(tmp_path / "data")
+    (tmp_path / "data" / "img" / "7.png").unlink()
+    message = refused("sft", f"data={path}", *VISION, f"output={tmp_path / 'runs'}")
+    assert "rows.jsonl, line 8: images[0] ('img/7.png') does not exist in" in message
+    (tmp_path / "data" / "img").rename(tmp_path / "img")
+    assert "does not exist" in refused("sft", f"data={path}", *VISION, f"output={tmp_path / 'runs'}")
+    assert "images[0] ('img/7.png')" in refused(
+        "sft", f"data={path}", f"image_folder={tmp_path}", *VISION, f"output={tmp_path / 'runs'}"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_folder_of_images_is_a_setting_of_a_task():
+    recipe = compose(["data=rows.jsonl", "reward=gsm8k", "model=somewhere", "task.args.image_folder=pictures"])
+    assert recipe.task.args["image_folder"] == "pictures"
