@@ -162,7 +162,7 @@ def test_the_limits_of_files_and_pixels_are_the_settings(tmp_path):
     small = ImageStore(tmp_path / "images", ImageLimits(max_file_mb=0.001, max_source_pixels=24 * 16 - 1))
     (tmp_path / "large.png").write_bytes(bytes(1001))
     for source in (bytes(1001), "large.png", "data:image/png;base64," + "A" * 1400):
-        add_refused(small, source, r"limit is 0.001; images.max_file_mb", base=tmp_path)
+        add_refused(small, source, r"limit is 0.001; ImageLimits.max_file_mb", base=tmp_path)
     for source in (encode(picture(), "PNG"), picture(), LEFT_RED):
         add_refused(small, source, "24x16 .*max_source_pixels")
 

@@ -242,7 +242,7 @@ def _read_source(source: Any, base: Path | None, name: str, limits: ImageLimits)
 
 def _check_file_size(size: int, name: str, limits: ImageLimits) -> None:
     if size > limits.max_file_mb * 1e6:
-        raise ImageError(f"{name} has {size / 1e6:.1f} MB, the limit is {limits.max_file_mb:g}; images.max_file_mb sets it")
+        raise ImageError(f"{name} has {size / 1e6:.1f} MB, the limit is {limits.max_file_mb:g}; ImageLimits.max_file_mb sets it")
 
 
 def _read_data_url(url: str, name: str, limits: ImageLimits) -> bytes:
@@ -347,7 +347,9 @@ def _check_pixels(image: Any, name: str, limits: ImageLimits) -> Image:
         raise ImageError(f"{name} is {width}x{height}, which has no pixels")
     if width * height > limits.max_source_pixels:
         size = f"{width}x{height} ({width * height / 2**20:,.0f} Mpixel)"
-        raise ImageError(f"{name} is {size}, the limit is {limits.max_source_pixels / 2**20:g}; images.max_source_pixels sets it")
+        raise ImageError(
+            f"{name} is {size}, the limit is {limits.max_source_pixels / 2**20:g}; ImageLimits.max_source_pixels sets it"
+        )
     checked: Image = image
     return checked
 

@@ -93,7 +93,6 @@ def fit_tokenizer(model: Any, tokenizer: Any) -> Any:
         model.generation_config.eos_token_id = sorted(ends)
     if (images := find_processor(model)) is not None:
         images.tokenizer = images.processor.tokenizer = tokenizer
-        attach_processor(tokenizer, images)
     return tokenizer
 
 

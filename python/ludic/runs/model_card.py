@@ -204,18 +204,21 @@ def explain_loading(
     """`base`: the hub id of the model that was trained. None if it has none. Adapters over
     quantised weights are loaded over the same weights: 4 bits by transformers, which stores them as
     the run did, and int8 by ludic, since LLM.int8() is another form."""
-    auto = "AutoModelForSequenceClassification" if command == "train-rm" else "AutoModelForCausalLM"
+    written = "AutoModelForImageTextToText" if sees_images else "AutoModelForCausalLM"
+    auto = "AutoModelForSequenceClassification" if command == "train-rm" else written
+    reader = "processor" if sees_images else "tokenizer"
+    classes = f"{auto}, Auto{reader.capitalize()}"
     serve = "--runner pooling " if command == "train-rm" else ""
     where = ["`FOLDER` is this folder or repository."]
     if not is_adapter:
-        imports, code = f"from transformers import {auto}, AutoTokenizer", f'model = {auto}.from_pretrained("FOLDER")'
+        imports, code = f"from transformers import {classes}", f'model = {auto}.from_pretrained("FOLDER")'
         served = f"vllm serve FOLDER {serve}".strip()
     else:
         named = base or "BASE"
         if base is None:
             where = ["`FOLDER` is this folder or repository, and `BASE` the model that the adapters adapt."]
         labels = ", num_labels=1" if command == "train-rm" else ""
-        imports, code = _load_adapters(recipe, auto, f'"{named}"{labels}')
+        imports, code = _load_adapters(recipe, auto, classes, f'"{named}"{labels}')
         # vLLM stores nf4 as the run did; of the other kinds it takes the plain base.
         rank, kind = (recipe.get("lora") or {}).get("rank") or 0, _quantization(recipe).get("kind")
         stored = "--quantization bitsandbytes " if kind == "nf4" else ""
@@ -226,29 +229,22 @@ def explain_loading(
                 f"The adapters were trained over a base whose weights are stored in {kind}. Over the plain base they give nearly, but not "
                 "exactly, the model that was trained."
             )
-    text = (
+    return (
         f"## How to load it\n\n{' '.join(where)}\n\n```python\n{imports}\n\n{code}\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n```bash\n{served}\n```'
+        f'{reader} = Auto{reader.capitalize()}.from_pretrained("FOLDER")\n```\n\n```bash\n{served}\n```'
     )
-    if sees_images:
-        text = (
-            text.replace("ForCausalLM", "ForImageTextToText")
-            .replace("AutoTokenizer", "AutoProcessor")
-            .replace("tokenizer =", "processor =")
-        )
-    return text
 
 
 def _quantization(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     return recipe.get("quantization") or {}
 
 
-def _load_adapters(recipe: Mapping[str, Any], auto: str, source: str) -> tuple[str, str]:
-    """(imports, code)."""
+def _load_adapters(recipe: Mapping[str, Any], auto: str, classes: str, source: str) -> tuple[str, str]:
+    """(imports, code). `auto`: the class of the model; `classes`: it and its tokenizer's."""
     section = _quantization(recipe)
     kind, dtype = section.get("kind"), recipe.get("dtype") or "auto"
     if kind is None:
-        imports = f"from peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer"
+        imports = f"from peft import PeftModel\nfrom transformers import {classes}"
         return imports, f'base = {auto}.from_pretrained({source})\nmodel = PeftModel.from_pretrained(base, "FOLDER")'
     shown = '"auto"' if dtype == "auto" else f"torch.{dtype}"
     computed = section.get("compute_dtype") or (None if dtype == "auto" else dtype)
@@ -256,14 +252,14 @@ def _load_adapters(recipe: Mapping[str, Any], auto: str, source: str) -> tuple[s
     if kind == "int8":
         imports = (
             f"import torch\nfrom ludic.models.lora import load_adapter\n"
-            f"from ludic.models.quantization import QuantizationSettings, quantize_layers\nfrom transformers import {auto}, AutoTokenizer"
+            f"from ludic.models.quantization import QuantizationSettings, quantize_layers\nfrom transformers import {classes}"
         )
         settings = '"int8"' if product is None else f'"int8", compute_dtype={product}'
         return imports, (
             f"base = {auto}.from_pretrained({source}, dtype={shown})\nquantize_layers(base, QuantizationSettings({settings}))\n"
             'model = load_adapter(base, "FOLDER")'
         )
-    imports = f"import torch\nfrom peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer, BitsAndBytesConfig"
+    imports = f"import torch\nfrom peft import PeftModel\nfrom transformers import {classes}, BitsAndBytesConfig"
     lines = [
         "stored = BitsAndBytesConfig(",
         "    load_in_4bit=True,",

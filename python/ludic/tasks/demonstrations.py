@@ -10,11 +10,10 @@ from ludic.context import GivenDialog
 from ludic.errors import ConfigError
 from ludic.images.content import find_message_digests, intern_messages, intern_observation
 from ludic.images.store import current_store
-from ludic.inference.prompts.images import find_spans
 from ludic.inference.prompts.template import ChatTemplate, begin_prompt, find_turn_end
 from ludic.models.images.processor import ImageProcessor
 from ludic.tasks.episodic import EpisodicTask, Task, Turn, as_episodic
-from ludic.training.samples.conversations import expand_images
+from ludic.training.samples.conversations import expand_images, find_images
 from ludic.training.types import SAWBatch, SAWItem
 from ludic.types import ImageSpan, Message
 
@@ -61,19 +60,19 @@ class DemonstrationSource:
         dialogues = [messages for episode in episodes for messages in _prompts(episode, self._system_prompt)]
         arguments = [episode[0].chat_template_kwargs or {} for episode in episodes for _ in episode]
         template = ChatTemplate(self._tokenizer, "" if self._images is None else self._images.marker)
-        digests = list(map(find_message_digests, dialogues))
+        where = f"a demonstration of {type(self._task).__name__}"
         shown = (
-            expand_images(text, messages, self._images, f"a demonstration of {type(self._task).__name__}") if each else text
-            for text, messages, each in zip(template.render_all(dialogues, arguments), dialogues, digests, strict=True)
+            expand_images(text, messages, self._images, where) if find_message_digests(messages) else text
+            for text, messages in zip(template.render_all(dialogues, arguments), dialogues, strict=True)
         )
         texts = [[(next(shown), turn.action) for turn in episode] for episode in episodes]
         distinct = list(dict.fromkeys(text for episode in texts for turn in episode for text in turn))
         ids = dict(zip(distinct, self._tokenizer(distinct, add_special_tokens=False)["input_ids"], strict=True))
         end = [token for token in [find_turn_end(self._tokenizer).token] if token is not None]
-        first, items, seen = self._batches * self._batch_size, [], iter(digests)
+        first, items, seen = self._batches * self._batch_size, [], iter(dialogues)
         for number, episode_texts in enumerate(texts, first):
             turns = [(begin_prompt(self._tokenizer, ids[prompt]), [*ids[action], *end]) for prompt, action in episode_texts]
-            spans = [_spans(prompt, next(seen), self._images) for prompt, _ in turns]
+            spans = [find_images(prompt, next(seen), self._images) for prompt, _ in turns]
             items += _items(f"demonstration {number}", turns, spans)
         return items, len(episodes)
 
@@ -96,10 +95,6 @@ def _prompts(episode: Sequence[Turn], system_prompt: str | None) -> list[list[Me
         prompts.append(messages)
         messages = [*messages, {"role": "assistant", "content": turn.action}]
     return prompts
-
-
-def _spans(ids: Sequence[int], digests: Sequence[str], images: ImageProcessor | None) -> tuple[ImageSpan, ...]:
-    return tuple(find_spans(ids, digests, images)) if digests and images is not None else ()
 
 
 def _items(name: str, turns: Sequence[tuple[list[int], list[int]]], spans: Sequence[tuple[ImageSpan, ...]]) -> list[SAWItem]:

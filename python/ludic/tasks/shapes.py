@@ -2,8 +2,8 @@
 
 A picture of 24 x 24 pixels has one to five equal shapes (squares, discs or crosses) of one colour
 in nine cells, each shifted in its cell. The answer to three red discs is `3r`; reward 1 if both are
-right. A quarter of the teacher's demonstrations count right and the others are off by one, so that
-reinforcement has to learn to count.
+right. The teacher names the colour, and often miscounts by one, so that reinforcement has to learn
+to count.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ def source_of(data: Rows, folder: Path, *, rewards: Rewards = ()) -> Any:
         return dict(data)
     if not isinstance(data, Iterable):
         raise ConfigTypeError(f"the data ({type(data).__name__}) must be a path, a hub id, or rows: an iterable of mappings")
-    rows = []
+    rows, images = [], ImageStore(folder / "images")
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
             raise ConfigTypeError(f"row {number} of the data is {type(row).__name__}; every row must be a mapping of columns")
-        rows.append(intern_row(dict(row), Path.cwd(), f"row {number} of the data", ImageStore(folder / "images")))
+        rows.append(intern_row(dict(row), Path.cwd(), f"row {number} of the data", images))
     if not rows:
         raise ConfigError("the data has no rows")
     for reward in _listed(rewards):

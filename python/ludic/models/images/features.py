@@ -71,11 +71,6 @@ def join_features(features: Sequence[Features]) -> dict[str, Any]:
     return {"mm_encoder_outputs": {"image": kind(**_fill(fields, [each.tensors for each in features]))}}
 
 
-def count_features(features: Features) -> int:
-    """Vectors of an image, which its placeholders must be as many as."""
-    return len(features.tensors[0])
-
-
 def find_tower_owner(model: nn.Module) -> Any:
     """The module that has `get_image_features`: the model without its output layer, or itself."""
     inner = unwrap_transformer(model)
@@ -85,7 +80,7 @@ def find_tower_owner(model: nn.Module) -> Any:
 
 def find_image_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules by name that belong to the tower and the projector of a model, neither to its
-    language model nor to its head. None for a model that reads text alone."""
+    language model nor to its head; {} for a model that reads text alone."""
     inner, owner = unwrap_transformer(model), find_tower_owner(model)
     if not hasattr(owner, "get_image_features"):
         return {}

@@ -171,9 +171,9 @@ class ImageProcessor:
             raise ConfigError(f"the placeholder of images is token {self.placeholder_id}, of a vocabulary of {vocabulary}")
 
 
-def attach_processor(reader: Any, processor: ImageProcessor) -> None:
-    """Let a model and its copies, or a tokenizer, read images with `processor`."""
-    object.__setattr__(unwrap_transformer(reader), _ATTRIBUTE, processor)
+def attach_processor(model: nn.Module, processor: ImageProcessor) -> None:
+    """Let `model` and its copies read images with `processor`."""
+    object.__setattr__(unwrap_transformer(model), _ATTRIBUTE, processor)
 
 
 def refuse_images(model: nn.Module, reason: str) -> None:
@@ -181,10 +181,9 @@ def refuse_images(model: nn.Module, reason: str) -> None:
     object.__setattr__(unwrap_transformer(model), _REASON, reason)
 
 
-def find_processor(reader: Any) -> ImageProcessor | None:
-    """The processor that was attached to a model or tokenizer; None for one that reads text
-    alone."""
-    return getattr(unwrap_transformer(reader), _ATTRIBUTE, None)
+def find_processor(model: Any) -> ImageProcessor | None:
+    """The processor that was attached to the model; None for a model that reads text alone."""
+    return getattr(unwrap_transformer(model), _ATTRIBUTE, None)
 
 
 def require_processor(model: nn.Module) -> ImageProcessor:

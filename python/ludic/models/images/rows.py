@@ -28,7 +28,7 @@ KEY = 2**30
 """Ids from here on are images; vocabularies are below it."""
 
 
-def key_ids(ids: Sequence[int] | Tensor, spans: Sequence[ImageSpan], numbers: Mapping[str, int]) -> Any:
+def key_ids(ids: Sequence[int], spans: Sequence[ImageSpan], numbers: Mapping[str, int]) -> Any:
     """The ids with `KEY + number` in place of the placeholders of each image. The token at the
     begin of a span is its placeholder; other tokens in the span stay as they are.
 

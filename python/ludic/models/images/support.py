@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ludic import _core
 from ludic.errors import ConfigError, LudicError
 from ludic.images.store import ImageStore
 from ludic.models.images.features import Features, encode_images, find_tower_owner
 from ludic.models.images.processor import ImageProcessor, attach_processor, find_processor
-from ludic.models.images.rows import RowImages, note_image_blocks
+from ludic.models.images.rows import KEY, RowImages, key_ids, note_image_blocks
 from ludic.models.packed_attention import PACKED, get_attention, make_packed_keywords, set_attention
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.models.wrappers import evaluation_mode, unwrap_transformer
@@ -49,9 +50,6 @@ class ImageSupport:
     """Of `LAYOUTS`."""
     several: bool = True
     """Whether a prompt may have several images, each with the features that it has alone."""
-    has_blocks: bool = False
-    """Whether the tokens of an image see each other. A turn that brings an image cannot continue
-    from the cached keys of earlier turns then."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a layout is not exact."""
 
@@ -172,7 +170,7 @@ def _check_layouts(
         raise ConfigError(f"{reasons['padded']}; it cannot be trained on images")
     for reason in reasons.values():
         logger.info("%s", reason)
-    return ImageSupport(tuple(layout for layout in LAYOUTS if layout not in reasons), several, has_blocks, reasons)
+    return ImageSupport(tuple(layout for layout in LAYOUTS if layout not in reasons), several, reasons)
 
 
 def _find_fault(
@@ -203,8 +201,6 @@ class _Row:
     spans: tuple[ImageSpan, ...]
     inputs: Mapping[str, Tensor]
     """What transformers' own path reads."""
-    keyed: Tensor
-    """[T] the ids, in which the placeholders of each image are other numbers."""
 
     @classmethod
     def make(cls, processor: ImageProcessor, digests: Sequence[str]) -> _Row:
@@ -213,26 +209,24 @@ class _Row:
         inputs = dict(processor.processor(text=[text], images=[images], return_tensors="pt"))
         ids, spans, begin = inputs["input_ids"][0], [], 0
         places = (ids == processor.placeholder_id).nonzero()[:, 0].tolist()
-        keyed = ids.clone()
         for digest in digests:
             own = places[begin : begin + processor.process(digest).num_placeholders]
             spans.append(ImageSpan(digest, own[0], own[-1] + 1 - own[0]))
-            keyed[own] = -int(digest[:8], 16) - 1
             begin += len(own)
         if begin != len(places):
             raise ConfigError(f"{len(places)} placeholders for {begin} features")
-        return cls(ids, tuple(spans), {name: inputs[name] for name in inputs if name != "labels"}, keyed)
+        return cls(ids, tuple(spans), {name: inputs[name] for name in inputs if name != "labels"})
 
     def with_other_end(self) -> _Row:
         """The same with another last token."""
-        ids, keyed = self.ids.clone(), self.keyed.clone()
-        ids[-1] = keyed[-1] = ids[-2] if ids[-1] != ids[-2] else ids[-3]
-        return _Row(ids, self.spans, {**self.inputs, "input_ids": ids[None]}, keyed)
+        ids = self.ids.clone()
+        ids[-1] = ids[-2] if ids[-1] != ids[-2] else ids[-3]
+        return _Row(ids, self.spans, {**self.inputs, "input_ids": ids[None]})
 
     def without_image(self) -> _Row:
         """Its text behind the image."""
         ids = self.ids[self.spans[-1].start + self.spans[-1].length :]
-        return _Row(ids, (), {}, ids)
+        return _Row(ids, (), {})
 
 
 def _read_pixels(model: Any, row: _Row) -> Tensor:
@@ -262,8 +256,8 @@ def _read(model: Any, rows: Sequence[_Row], features: Mapping[str, Features], la
     images = RowImages(processor.placeholder_id, [row.spans for row in rows], None, features)
     batch: dict[str, Any]
     if layout == "trees":
-        trees, computed = _make_trees(rows, device)
-        images = RowImages(processor.placeholder_id, images.spans, computed, features)
+        trees, order, computed = _make_trees(rows, processor.placeholder_id, device)
+        images = RowImages(processor.placeholder_id, [rows[row].spans for row in order], computed, features)
         batch = {"input_ids": trees.input_ids, PREFIX_TREES: trees}
         keywords = trees.keywords(get_attention(model))
     elif layout == "padding_free":
@@ -278,31 +272,25 @@ def _read(model: Any, rows: Sequence[_Row], features: Mapping[str, Features], la
     states = _forward(model, {"input_ids": batch["input_ids"], **keywords, **images.keywords(model, batch)})
     if layout == "padded":
         return [each[:length] for each, length in zip(states, lengths, strict=True)]
-    row = states[0][trees.places] if layout == "trees" else states[0]
-    return list(row.split(lengths))
+    if layout == "padding_free":
+        return list(states[0].split(lengths))
+    parts = states[0][trees.places].split(trees.lengths.tolist())
+    return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda each: each[0])]
 
 
-def _make_trees(rows: Sequence[_Row], device: torch.device) -> tuple[PrefixTrees, list[tuple[ImageSpan, ...]]]:
-    """The rows as trees, each sharing what it begins with in common with the one before it, and the
-    images that each adds."""
-    ids: list[int] = []
-    places: list[list[int]] = []
-    positions: list[int] = []
-    shared: list[int] = []
-    for number, row in enumerate(rows):
-        before, common = rows[number - 1].keyed if number else row.keyed[:0], 0
-        while common < min(len(before), len(row.keyed)) and before[common] == row.keyed[common]:
-            common += 1
-        path = [*(places[-1][:common] if number else []), *range(len(ids), len(ids) + len(row.ids) - common)]
-        ids += row.ids[common:].tolist()
-        positions += range(common, len(row.ids))
-        places.append(path)
-        shared.append(common)
-    arrays = {"input_ids": [ids], "position_ids": [positions], "places": [place for path in places for place in path]}
-    lengths = [len(row.ids) for row in rows]
-    made = {name: np.array(values, dtype=np.int64) for name, values in arrays.items()}
-    trees = PrefixTrees.from_arrays(made, lengths, np.array(shared, dtype=np.int64), device)
-    return trees, [tuple(span for span in row.spans if span.start >= common) for row, common in zip(rows, shared, strict=True)]
+def _make_trees(
+    rows: Sequence[_Row], placeholder_id: int, device: torch.device
+) -> tuple[PrefixTrees, list[int], list[tuple[ImageSpan, ...]]]:
+    """The rows as prefix trees, their order in these, and the images that each adds."""
+    numbers = {digest: number for number, digest in enumerate(dict.fromkeys(span.digest for row in rows for span in row.spans))}
+    ids, lengths = [key_ids(row.ids.tolist(), row.spans, numbers) for row in rows], np.array([len(row.ids) for row in rows])
+    bounds = np.concatenate([[0], lengths.cumsum()])
+    table = _core.SampleTable.from_columns(np.concatenate(ids), np.ones(bounds[-1], dtype=np.uint8), bounds)
+    order, shared, _, _ = table.plan_trees(range(len(rows)), int(bounds[-1]))
+    arrays = table.collate_trees(order, shared)
+    arrays["input_ids"][arrays["input_ids"] >= KEY] = placeholder_id
+    own = [tuple(span for span in rows[row].spans if span.start >= begin) for row, begin in zip(order, shared, strict=True)]
+    return PrefixTrees.from_arrays(arrays, lengths[order], shared, device), order.tolist(), own
 
 
 def _shorten(error: Exception) -> str:
