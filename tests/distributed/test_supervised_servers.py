@@ -252,6 +252,16 @@ async def test_a_server_that_comes_back_at_another_address_is_found(fleet, tmp_p
         fleet.publisher.close()
 
 
+async def test_frozen_weights_are_left_out_of_pushes_and_stay_those_of_a_server_that_is_restarted(fleet):
+    fleet, trained = fleet(1, partial=True), dict(list(WEIGHTS[0].items())[:1])
+    async with fleet.client:
+        await fleet.publisher.publish(trained, 0)
+        fleet.servers[0].restart()
+        fleet.publisher.bring_back()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await fleet.sample() == (0, ids_of({**weights(0), **trained}))
+
+
 async def test_the_weights_of_a_version_are_sent_again_under_a_new_name_even_if_they_are_the_same(fleet, caplog):
     """A server's version never changes alone: it may be another life of it by then."""
     fleet = fleet(1)

@@ -29,6 +29,7 @@ PUSH = [
     "/pause",
     "/finish_weight_update",
     "/reset_prefix_cache",
+    "/reset_encoder_cache",
     "/collective_rpc:ludic_fingerprint",
     "/resume",
 ]
@@ -42,7 +43,9 @@ def serves(server, version, seed):
     """Assert that the server serves these weights under this version, without stale cache and
     unpaused."""
     assert same(server.served, weights(seed))
-    assert (server.version, server.paused, server.cache_is_stale, server.active) == (version, None, False, False)
+    assert (server.version, server.paused, server.active) == (version, None, False)
+    assert not server.cache_is_stale
+    assert not server.features_are_stale
 
 
 def out_of_service(server):

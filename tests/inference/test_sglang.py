@@ -7,12 +7,16 @@ from chat_tokenizers import CHATML, chat_tokenizer
 from safetensors.torch import save_file
 from stub_sglang import StubSGLang
 from stub_weight_server import weights
+from tiny_vision import IMAGE, make_picture, make_tiny_vision
 
 from ludic.columns import Column
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError
+from ludic.images.content import image_part
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMExtensions
+from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.template import Dialogue
 from ludic.inference.sglang import SGLangClient
-from ludic.types import TRACE_KEYS, stored
+from ludic.types import TRACE_KEYS, ImageSpan, stored
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -28,9 +32,9 @@ def server(tmp_path):
         yield running
 
 
-def ask(**more):
+def ask(messages=MESSAGES, **more):
     return ChatCompletionRequest(
-        "policy", MESSAGES, SamplingParams(0.7, 8, stop=["#"], top_k=9), ReturnSpec.for_rl(), seed=4, **more
+        "policy", messages, SamplingParams(0.7, 8, stop=["#"], top_k=9), ReturnSpec.for_rl(), seed=4, **more
     )
 
 
@@ -88,3 +92,29 @@ async def test_unsupported_settings_are_refused(server):
         await client.complete(ask(extensions=VLLMExtensions()))
     with pytest.raises(InferenceError, match="create_checkpoint_publisher"):
         client.sync_weights({})
+
+
+async def test_images_are_sent_as_data_urls_with_one_marker_each(server):
+    _, processor = make_tiny_vision("qwen2_vl")
+    digest = processor.store.add(make_picture(16, 16))
+    client = SGLangClient(server.url, tokenizer=processor.tokenizer, images=processor, max_retries=0)
+    ids = [5, *[IMAGE] * 4, 6]
+    span = ImageSpan(digest, 1, 4)
+    server.prompt_tokens = len(ids)
+    trace = await client.complete_tokens(ids, images=[span], sampling=SamplingParams(max_tokens=2))
+    assert (trace.prompt_token_ids, trace.images) == (ids, (span,))
+    ((_, body),) = server.calls
+    assert (body["input_ids"], body["image_data"]) == ([5, IMAGE, 6], [processor.store.data_url(digest)])
+    assert set(body["sampling_params"]["logit_bias"].values()) == {-100.0}
+    content = [image_part(digest), {"type": "text", "text": "?"}]
+    server.prompt_tokens = len(
+        PromptEncoder(processor.tokenizer, processor).encode(Dialogue([{"role": "user", "content": content}])).ids
+    )
+    response, _ = await client.complete(ask(messages=[{"role": "user", "content": content}]))
+    assert [each.length for each in response.to_trace().images] == [4]
+    server.prompt_tokens = 3  # of an image that was written out otherwise, or not at all
+    with pytest.raises(InferenceError, match="SGLANG_MM_AVOID_RETOKENIZE"):
+        await client.complete_tokens(ids, images=[span])
+    with pytest.raises(ConfigError, match="reads text alone"):
+        await SGLangClient(server.url).complete_tokens(ids, images=[span])
+    await client.aclose()

@@ -55,6 +55,24 @@ def test_every_step_of_a_run_is_pushed_to_a_running_server(vllm_server_to_change
     assert (tmp_path / "run" / "pushed" / "version_3").exists() == ("inference.weights=disk" in settings)
 
 
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+def test_a_run_with_images_samples_from_a_server_that_reads_what_the_trainer_reads(tower, tmp_path):
+    """Each step is of other weights: features that the server kept of the old tower would show."""
+    vllm_or_skip()
+    settings = ["inference=vllm", f"images.tower={tower}", "seed=1", "warmup.steps=55", "steps=4", "trainer.log_every=1"]
+    ludic(
+        "train", "shapes", f"output={tmp_path}", "name=run", "threads=1", "rollout.prompts=8", "evaluation.prompts=8", *settings
+    )
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["weight_sync"]["pushes"] == 4
+    assert found["mismatch"]["preflight"]["mean"] < CLOSE
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "mismatch/max" in line]
+    assert len(steps) == 4
+    assert max(line["mismatch/max"] for line in steps) < CLOSE
+    assert all(line["images/distinct"] > 0 for line in steps)
+
+
 def rollouts(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -29,6 +29,8 @@ class StubSGLang:
 
     def __init__(self, model, sampled=(5, 6, 2)):
         self.model = model
+        self.prompt_tokens = None
+        """Of prompts with images, which it writes out."""
         self.sampled, self.fails_on, self.finish = list(sampled), None, {"type": "stop", "matched": 2}
         self.faults, self.closing = {}, threading.Event()
         self._running = threading.Event()
@@ -107,7 +109,7 @@ class StubSGLang:
         meta = {
             "id": "1",
             "finish_reason": self.finish,
-            "prompt_tokens": len(body["input_ids"]),
+            "prompt_tokens": self.prompt_tokens or len(body["input_ids"]),
             "completion_tokens": len(ids),
             "weight_version": self.version,
         }

@@ -39,6 +39,9 @@ class StubVLLM(SamplingEndpoints, FaultyServer):
         self.staged = None
         self.cache_resets = 0
         self.adapters = {}
+        self.placeholder, self.images = None, {}
+        """The marker of an image, which the server writes out, and digest -> number of placeholders
+        of the images that it has."""
         self.dead = False
         self.healthy = True
         self.transfer = None
@@ -81,6 +84,8 @@ class StubVLLM(SamplingEndpoints, FaultyServer):
         if path == "/reset_prefix_cache":
             self.cache_resets += 1
             return 200, {}
+        if path == "/reset_encoder_cache":
+            return 200, ""
         if path == "/get_world_size":
             return 200, {"world_size": 1}
         if path == "/collective_rpc":

@@ -1,5 +1,6 @@
 """The sampling endpoints of the vLLM stub: token ids in and out, completions and chat."""
 
+import base64
 import hashlib
 import threading
 import uuid
@@ -82,7 +83,8 @@ class SamplingEndpoints:
             return 403, {"detail": "The scale-out endpoints are disabled; start with --enable-scale-out"}
         self._check_model(body.get("model", self.model))
         params = body["sampling_params"]
-        ids, logprobs, finish, reason = self._check_and_sample(body["token_ids"], params)
+        prompt = self._read_images(body["token_ids"], body["content_parts"]) if "content_parts" in body else body["token_ids"]
+        ids, logprobs, finish, reason = self._check_and_sample(prompt, params)
         content = [
             {"token_id": token, "logprob": logp, "rank": 1, "top_logprobs": [{"token_id": token, "logprob": logp, "rank": 1}]}
             for token, logp in zip(ids, logprobs, strict=True)
@@ -99,9 +101,22 @@ class SamplingEndpoints:
             "request_id": f"generate-tokens-{body.get('request_id', uuid.uuid4().hex)}",
             "model": self.model,
             "output_mode": "tokens",
-            "prompt_token_ids": body["token_ids"] if body.get("return_token_ids") else None,
+            "prompt_token_ids": prompt if body.get("return_token_ids") else None,
             "choices": [choice],
         }
+
+    def _read_images(self, ids, parts):
+        """The ids with the placeholders of each image in place of its marker."""
+        for number, part in enumerate(parts):
+            assert part["type"] == "image_url"
+            if part["url"] is not None:
+                head, _, data = part["url"].partition(";base64,")
+                assert head.startswith("data:image/")
+                self.images[part["uuid"]] = self.count_placeholders(base64.b64decode(data))
+            elif part["uuid"] not in self.images:
+                raise Refused(400, f"Cache miss for image at index {number} but data is not provided.")
+        counts = iter([self.images[part["uuid"]] for part in parts])
+        return [token for each in ids for token in [each] * (next(counts) if each == self.placeholder else 1)]
 
     def _completions(self, body):
         self._check_model(body.get("model", self.model))

@@ -66,6 +66,7 @@ class StubWeightServer:
         self.receiver = WeightReceiver(checkpoint)
         self.served = dict(checkpoint.read(list(checkpoint.weights)))
         self.version, self.paused, self.active, self.cache_is_stale = "default", None, False, False
+        self.features_are_stale = False
         self.versions_served = [self.version]
         self._worker = threading.Lock()
 
@@ -149,7 +150,7 @@ class StubWeightServer:
             assert self.paused == "keep" or not taken, "weights were loaded while requests ran"
             if taken and not self.loads_nothing:
                 self.served.update({name: tensor.to(getattr(torch, self.dtype)) for name, tensor in taken.items()})
-                self.cache_is_stale = True
+                self.cache_is_stale = self.features_are_stale = True
             self.active = False
             if "weight_version" in body:
                 self.version = body["weight_version"]
@@ -159,6 +160,10 @@ class StubWeightServer:
         assert query["reset_running_requests"] == ["true"], "frozen requests would keep keys and values of the old weights"
         self.cache_is_stale = False
         return {"success": True}
+
+    def on_reset_encoder_cache(self, *_):
+        assert not self.cache_is_stale, "frozen requests would still count on the features"
+        self.features_are_stale = False
 
     def on_collective_rpc(self, _, body):
         if self.without_extension:

@@ -133,6 +133,12 @@ class ImageStore:
             raise ImageError(f"{path} was changed: its digest is no longer its name; restore the file")
         return data
 
+    def data_url(self, digest: str) -> str:
+        """The image as a `data:` URL, for servers. Raises ImageError as `read`."""
+        data, suffix = self.read(digest), self._require(digest).suffix[1:]
+        kind = next(name.lower() for name, each in KEPT.items() if each == suffix)
+        return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
     def flush(self) -> None:
         """Flush the files of images that were added to disk: before a checkpoint names them."""
         with self._lock:

@@ -7,13 +7,15 @@ against a real server.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
 from ludic.inference.client import PolicyPublisher, PushTarget, Sampled, Weights, current_episode
 from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.images import make_text_error, shorten_prompt
 from ludic.inference.prompts.template import Dialogue
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
@@ -21,7 +23,10 @@ from ludic.inference.servers.errors import AbortedError, RetryPolicy
 from ludic.inference.servers.http import HttpResponse, ServerCalls
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.vllm.responses import TokenId, check_tokens
-from ludic.types import ChatResponse, TokenTrace
+from ludic.types import ChatResponse, ImageSpan, TokenTrace
+
+if TYPE_CHECKING:
+    from ludic.models.images.processor import ImageProcessor
 
 
 class _VersionAnswer(Struct):
@@ -102,16 +107,18 @@ class SGLangClient(PushTarget):
         backoff_s: float = 0.5,
         api_key: str = "local",
         vocab_size: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        """`vocab_size` is the policy's. A response with an id outside of it raises
-        InferenceError."""
+        """`vocab_size` is the policy's. A response with an id outside of it raises InferenceError.
+        `images` is the processor of a model that sees them, whose server needs the environment
+        variable SGLANG_MM_AVOID_RETOKENIZE=1."""
         self._vocab_size = vocab_size
         self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self.server_url = self.server_urls[0] if self.server_urls else ""
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
         self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
         self.tokenizer = tokenizer
-        self._tokens = None if tokenizer is None else PromptEncoder(tokenizer)
+        self._tokens = None if tokenizer is None else PromptEncoder(tokenizer, images)
         self._publisher: PolicyPublisher | None = None
         self._version = 0
 
@@ -124,25 +131,41 @@ class SGLangClient(PushTarget):
             raise ConfigTypeError("SGLangClient takes no extensions; use VLLMChatClient for them")
         episode = current_episode()
         prompt = self._tokens.encode(Dialogue.of(request), episode)
-        sampled, info = await self._sample(prompt.ids, request.sampling, request.seed)
+        sampled, info = await self._sample(prompt.ids, request.sampling, request.seed, prompt.images)
         answer = self._tokens.read_answer(prompt, sampled, stops=request.sampling.stop_texts, episode=episode)
         choice = {"index": 0, "message": answer.message, "finish_reason": answer.trace.finish_reason}
         info["raw_response"] = {**info["raw_response"], "choices": [choice]}
         return request.return_.make_response(answer.text, answer.trace), info
 
     async def complete_tokens(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> TokenTrace:
-        """Continue a prompt of token ids."""
-        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed)).trace
+        """Continue a prompt of token ids, with `images` in the places of their spans."""
+        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed, images=images)).trace
 
     async def sample_tokens(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Sampled:
         """`complete_tokens`, with the version of the weights that sampled."""
-        return (await self._sample(prompt_token_ids, sampling or SamplingParams(), seed))[0]
+        if self._tokens is not None:
+            self._tokens.check_images(prompt_token_ids, images)
+        elif images:
+            raise make_text_error(self.server_url)
+        return (await self._sample(prompt_token_ids, sampling or SamplingParams(), seed, images))[0]
 
-    async def _sample(self, prompt: Sequence[int], sampling: SamplingParams, seed: int | None) -> tuple[Sampled, dict[str, Any]]:
+    async def _sample(
+        self, prompt: Sequence[int], sampling: SamplingParams, seed: int | None, spans: Sequence[ImageSpan]
+    ) -> tuple[Sampled, dict[str, Any]]:
         params = {**sampling.to_openai_kwargs(), **sampling.server_fields()}
         params["max_new_tokens"] = params.pop("max_tokens")
         if self._tokens is not None and self._tokens.extra_end_ids:
@@ -150,6 +173,11 @@ class SGLangClient(PushTarget):
         if seed is not None:
             params["sampling_seed"] = seed
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+        if self._tokens is not None and (images := self._tokens.images) is not None:
+            params["logit_bias"] = dict.fromkeys(map(str, images.banned_ids), -100.0)
+            if spans:
+                body["input_ids"] = shorten_prompt(prompt, spans, images)
+                body["image_data"] = [images.store.data_url(span.digest) for span in spans]
 
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
             return _read_trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size)
@@ -157,6 +185,7 @@ class SGLangClient(PushTarget):
         trace, info = await self._retries.run(lambda: self._pool.send(once), name=", ".join(self.server_urls))
         version, ended = version_number(info["weight_version"]), info.pop("ended_by_token")
         served = self._version if version is None else version
+        trace = replace(trace, images=tuple(spans)) if spans else trace
         return Sampled(trace, ended, served), {**info, "policy_version": served}
 
     async def get_policy_version(self) -> int:
@@ -225,7 +254,10 @@ def _read_trace(
     check_tokens(ids, logprobs, url, max_tokens=max_tokens, vocab_size=vocab_size)
     check_served_version(meta.weight_version, url)
     if meta.prompt_tokens not in (None, len(prompt)):
-        raise InferenceError(f"{url} reports {meta.prompt_tokens} prompt tokens, but {len(prompt)} were sent")
+        raise InferenceError(
+            f"{url} reports {meta.prompt_tokens} prompt tokens, but {len(prompt)} were sent; of a prompt with images it makes the same "
+            "with the model's own processor and SGLANG_MM_AVOID_RETOKENIZE=1"
+        )
     info = {
         "raw_response": answer.json(),
         "weight_version": meta.weight_version,

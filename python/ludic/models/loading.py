@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ludic.files.checkpoints import PROCESSOR_FILES
 from ludic.models.images.processor import ImageProcessor, attach_processor, refuse_images
 from ludic.models.lora import load_adapter
 from ludic.models.places import CONFIGS, TOKENIZER_CONFIGS, check_place, find_adapter_base, find_place, holds_only_adapters
+from ludic.models.state_files import list_transforms
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -96,6 +97,28 @@ def choose_class(config: Any) -> Any:
         if type(config) in known:
             return kind
     raise ConfigError(f"{config.model_type} is no architecture that continues a text; name a causal language model")
+
+
+def find_stored_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
+    """The model's name of each tensor that has another one in files: that one -> the name in
+    `stored`. `config` is the content of the model's config.json; {} for a model that transformers
+    does not know.
+
+    Example: for a Qwen2-VL and `visual.norm.weight` it is {"model.visual.norm.weight":
+    "visual.norm.weight"}.
+    """
+    from transformers import AutoConfig
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    try:
+        known = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model = choose_class(known).from_config(known, trust_remote_code=False)
+    except (ConfigError, TypeError, ValueError, KeyError):
+        return {}
+    renamings = [each for each in list_transforms(model) if isinstance(each, WeightRenaming)]
+    renamed = ((rename_source_key(name, renamings, [])[0], name) for name in stored)
+    return {own: name for own, name in renamed if own != name}
 
 
 def sees_images(config: Any) -> bool:

@@ -40,6 +40,11 @@ def shared_weights(model: nn.Module, *, param_filter: ParamFilter | None = None)
     return {name: SharedTensor.of(parameter, make) for name, (parameter, make) in _list_published(model, param_filter).items()}
 
 
+def has_frozen_weights(model: nn.Module) -> bool:
+    """Whether weights are left out by `published_weights`, so that a server keeps its own."""
+    return not has_adapters(model) and not all(parameter.requires_grad for parameter in model.parameters())
+
+
 def _list_published(model: nn.Module, param_filter: ParamFilter | None) -> dict[str, tuple[Tensor, Callable[[], Tensor]]]:
     """Name -> (a tensor that looks like the published one, what makes that)."""
     model = unwrap_model(model)

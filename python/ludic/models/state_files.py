@@ -377,7 +377,7 @@ def find_fused(model: nn.Module, stored: StoredTensors) -> FusedExperts | None:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    transforms = _list_transforms(model) if isinstance(model, PreTrainedModel) else []
+    transforms = list_transforms(model) if isinstance(model, PreTrainedModel) else []
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     patterns = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -395,11 +395,14 @@ def find_fused(model: nn.Module, stored: StoredTensors) -> FusedExperts | None:
     return FusedExperts(stored, {**places, **fused})
 
 
-def _list_transforms(model: Any) -> list[Any]:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def list_transforms(model: Any) -> list[Any]:
+    """What transformers does with the names of stored weights, of the parts of the model too. It
+    goes by the names of classes, which sharding has changed."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    kind = type(model).__name__.removeprefix("FSDP")
-    return get_checkpoint_conversion_mapping(kind) or get_checkpoint_conversion_mapping(model.config.model_type) or []
+    plain: Any = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    with torch.device("meta"):
+        return get_model_conversion_mapping(plain._from_config(model.config), add_legacy=False)
 
 
 def _stacks_experts(converter: Any) -> bool:

@@ -15,6 +15,8 @@ from ludic.distributed.interfaces import PolicyPublisher
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
 from ludic.launch.local import LOOPBACK
+from ludic.models.images.processor import find_processor
+from ludic.models.published import has_frozen_weights
 from ludic.recipes.actors import choose_lag
 from ludic.recipes.processes import InferenceSection, choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
@@ -75,7 +77,9 @@ async def open_sampler(
         yield _make_local_sampler(recipe, model, tokenizer)
         return
     if recipe.place.servers:
-        placed = connect_to_servers(recipe, tokenizer, folder.parent, pushes=pushes, is_stopped=is_stopped, find_end=find_end)
+        placed = connect_to_servers(
+            recipe, model, tokenizer, folder.parent, pushes=pushes, is_stopped=is_stopped, find_end=find_end
+        )
         note(f"Waiting for {', '.join(list_servers(recipe.place))}; their output is in {folder.parent / 'workers'}")
         async with AsyncExitStack() as opened:
             with (timer or PhaseTimer()).phase("server_start"):
@@ -83,13 +87,13 @@ async def open_sampler(
             yield Sampler(client, publisher, SERVED_NAME, remote=True)
         return
     if recipe.inference.url is not None:
-        async with _connect(recipe, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
+        async with _connect(recipe, model, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
             note(f"Sampling from {', '.join(_list_urls(recipe.inference))}")
             yield sampler
         return
     async with (
         _run_server(recipe, folder, log, note, timer or PhaseTimer()) as url,
-        _connect(recipe, tokenizer, [url], folder, pushes) as sampler,
+        _connect(recipe, model, tokenizer, [url], folder, pushes) as sampler,
     ):
         yield sampler
 
@@ -175,13 +179,16 @@ async def _run_server(
 
 
 @asynccontextmanager
-async def _connect(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Path, pushes: bool) -> AsyncIterator[Sampler]:
+async def _connect(
+    recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, pushes: bool
+) -> AsyncIterator[Sampler]:
     """A client of the servers at `urls`, with a publisher if `pushes`."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
     from ludic.inference.vllm.client import VLLMChatClient
 
     timeout_s = recipe.inference.timeout_s
-    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s))
+    images = find_processor(model)
+    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, images=images))
     async with client:
         served = client.models()
         if not served:
@@ -192,7 +199,11 @@ async def _connect(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Path
         by_folder = folder.parent / "pushed" if recipe.inference.weights == "disk" else None
         publisher = await asyncio.to_thread(
             lambda: create_vllm_publisher(
-                client, directory=by_folder, master_address=recipe.inference.trainer_address, timeout_s=recipe.inference.timeout_s
+                client,
+                directory=by_folder,
+                master_address=recipe.inference.trainer_address,
+                timeout_s=recipe.inference.timeout_s,
+                partial=has_frozen_weights(model),
             )
         )
         try:

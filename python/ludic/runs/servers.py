@@ -39,7 +39,9 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
 from ludic.inference.vllm.in_server.server import WeightBackend
 from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S, server_url
+from ludic.models.images.processor import find_processor
 from ludic.models.packed_attention import find_rope_limits
+from ludic.models.published import has_frozen_weights
 from ludic.recipes.compose import compose
 from ludic.recipes.processes import choose_logprob_convention
 from ludic.recipes.schema import Recipe
@@ -242,6 +244,7 @@ KEEP_S = 0.5
 @contextlib.asynccontextmanager
 async def connect_to_servers(
     recipe: Recipe,
+    model: Any,
     tokenizer: Any,
     run: Path,
     *,
@@ -260,7 +263,8 @@ async def connect_to_servers(
 
     timeout_s = recipe.inference.timeout_s
     urls = await _wait_for_addresses(addresses, names, run / "model", timeout_s, is_stopped, find_end)
-    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s))
+    images = find_processor(model)
+    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, images=images))
     client.follow_restarts(Restarts(find_url, find_end))
     async with client:
         if not pushes:
@@ -278,6 +282,7 @@ async def connect_to_servers(
             wait_s=recipe.inference.push_wait_s,
             find_end=find_end,
             is_stopped=is_stopped,
+            partial=has_frozen_weights(model),
         )
         try:
             with kept_current(publisher):

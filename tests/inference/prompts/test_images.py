@@ -2,6 +2,7 @@
 in dialogues of several turns too."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from chat_tokenizers import CHATML
@@ -12,7 +13,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.images.content import find_message_digests, image_part
 from ludic.inference.client import Episode, Sampled
 from ludic.inference.prompts.encoder import PromptEncoder
-from ludic.inference.prompts.images import check_texts, expand_markers, find_spans
+from ludic.inference.prompts.images import check_texts, expand_markers, find_spans, shorten_prompt
 from ludic.inference.prompts.template import ChatTemplate, Dialogue
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.models.images.processor import ImageProcessor
@@ -41,7 +42,7 @@ def text_part(text):
     return {"type": "text", "text": text}
 
 
-def make_bpe_tokenizer():
+def make_bpe_tokenizer(texts=()):
     """A BPE tokenizer that merges across words, with the special tokens of the tiny models."""
     from tiny_vision import EXTRA
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -56,7 +57,9 @@ def make_bpe_tokenizer():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(["how many cats are in the picture?\n", "user\nhow many", "it is the same picture\n"] * 50, trainer)
+    core.train_from_iterator(
+        ["how many cats are in the picture?\n", "user\nhow many", "it is the same picture\n"] * 50 + list(texts), trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<eos>", pad_token="<eos>", clean_up_tokenization_spaces=False
     )
@@ -99,6 +102,33 @@ def test_ids_are_those_of_the_processor_for_the_rendered_text(name):
         inside = prompt.ids[start : start + length]
         assert inside[0] == inside[-1] == processor.placeholder_id
         assert inside.count(processor.placeholder_id) == processor.process(digest).num_placeholders
+
+
+@pytest.mark.parametrize("name", [*EXACT, "gemma3", "lfm2_vl"])
+def test_a_server_gets_the_ids_of_the_text_with_one_marker_for_each_image(name):
+    _, processor = make_tiny_vision(name)
+    digests = [processor.store.add(make_picture(*size, seed=seed)) for seed, size in enumerate(((32, 32), (32, 16)))]
+    digests = digests[:1] if name == "llava_onevision" else digests
+    messages = [{"role": "system", "content": "Look."}, user("What is ", digests[0], "?", *digests[1:])]
+    prompt = encode(processor, messages)
+    text = ChatTemplate(processor.tokenizer).render(messages)
+    assert shorten_prompt(prompt.ids, prompt.images, processor) == processor.tokenizer(text)["input_ids"]
+
+
+def test_text_around_an_image_may_share_a_token_with_the_text_beside_it():
+    """As the blank lines of Gemma3: three lines are one token here."""
+    tokenizer = make_bpe_tokenizer(["\n\n\n"] * 50)
+    block = f"\n\n<start>{3 * '<image>'}<end>\n\n"
+    processor = SimpleNamespace(
+        tokenizer=tokenizer,
+        marker="<image>",
+        placeholder_id=tokenizer.convert_tokens_to_ids("<image>"),
+        process=lambda _: SimpleNamespace(block=block),
+    )
+    ids = tokenizer(f"user\n{block}\nhow")["input_ids"]
+    assert len(tokenizer("\n\n\n")["input_ids"]) == 1
+    spans = [ImageSpan("0" * 32, ids.index(processor.placeholder_id), 3)]
+    assert shorten_prompt(ids, spans, processor) == tokenizer("user\n<image>\nhow")["input_ids"]
 
 
 def test_images_of_equal_size_have_equal_ids_and_other_spans():
@@ -151,6 +181,9 @@ def test_a_turn_begins_with_the_ids_and_spans_that_were_read_and_sampled(data, b
         assert prompt.images[: len(known_spans)] == known_spans
         assert [span.digest for span in prompt.images] == find_message_digests(messages)
         assert find_spans(prompt.ids, [span.digest for span in prompt.images], processor) == prompt.images
+        counts = iter([span.length for span in prompt.images])
+        short = shorten_prompt(prompt.ids, prompt.images, processor)
+        assert prompt.ids == [i for i in short for _ in range(next(counts) if i == processor.placeholder_id else 1)]
         answer = [*data.draw(sampled_ids), end]
         trace = TokenTrace.from_arrays(prompt.ids, answer, [-1.0] * len(answer), "stop")
         read = encoder.read_answer(prompt, Sampled(trace, True, 0), episode=episode)

@@ -25,6 +25,7 @@ CHANGING = [
     "/finish_weight_update",
     "/update_weight_version",
     "/reset_prefix_cache",
+    "/reset_encoder_cache",
     "/collective_rpc",
     "/abort_requests",
     "/inference/v1/abort_requests",

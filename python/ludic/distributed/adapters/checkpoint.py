@@ -127,9 +127,8 @@ def _read_manifest(model: Path) -> ServerManifest:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     weights = Checkpoint(model).weights
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return ServerManifest.from_answer(
-        {"dtype": dtype, "tied": config.get("tie_word_embeddings", False), "weights": weights}, str(model)
-    )
+    answer = {"dtype": dtype, "tied": config.get("tie_word_embeddings", False), "weights": weights, "config": config}
+    return ServerManifest.from_answer(answer, str(model))
 
 
 def create_checkpoint_publisher(

@@ -10,6 +10,7 @@ Each request to a server runs in a thread, so that a server that hangs holds up 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -17,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -71,20 +71,23 @@ class SupervisedServers(Publisher):
         wait_s: float = 10.0,
         find_end: Callable[[], str | None] = lambda: None,
         is_stopped: Callable[[], bool] = lambda: False,
+        partial: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`client` is told of each version. `directory` gets a folder for each; all servers see it
         under the same path. `find_url` gives the present address of a server by its number, 0 to
         `count` - 1. `find_end` says why no server will answer; None while one may. Once
-        `is_stopped`, there are only `wait_s` left, for a push that goes on."""
+        `is_stopped`, there are only `wait_s` left, for a push that goes on. `partial`: frozen
+        weights are left out of a push."""
 
         def make(url: str) -> VllmControlPlane:
-            return VllmControlPlane(PushUrls([url], headers), timeout_s=answer_s, by_folder=True)
+            return VllmControlPlane(PushUrls([url], headers), timeout_s=answer_s, by_folder=True, partial=partial)
 
         self._client, self._find_end, self._is_stopped, self._clock = client, find_end, is_stopped, clock
         self._timeout_s, self._answer_s, self._wait_s = timeout_s, answer_s, wait_s
         self._folders = VersionFolders(directory)
         self._servers = [SupervisedServer(number, find_url, make) for number in range(count)]
+        self._partial = partial
         self._unchanged = UnchangedWeights("weights", resent=True)
         self._lock = threading.Lock()
         self._current: ServedVersion | None = None
@@ -108,10 +111,10 @@ class SupervisedServers(Publisher):
             if not isinstance(weights, Mapping) and has_tied_head(weights, manifest):
                 weights = dict(weights)
             if isinstance(weights, Mapping):
-                cast = cast_to_server(rename_to_checkpoint(weights), manifest, partial=False)
+                cast = cast_to_server(rename_to_checkpoint(weights), manifest, partial=self._partial)
                 folder = self._folders.write(cast, version)
             else:
-                folder = self._folders.write_stream(StreamToServer(weights, manifest, partial=False), version)
+                folder = self._folders.write_stream(StreamToServer(weights, manifest, partial=self._partial), version)
             self._serve(folder, version, manifest)
 
     def _ask_for_manifest(self) -> None:
@@ -123,7 +126,7 @@ class SupervisedServers(Publisher):
         self._manifest = answers[0]
 
     def _serve(self, folder: Path, version: Version, manifest: ServerManifest) -> None:
-        sent, served = fingerprint_folder(folder, manifest)
+        sent, served = fingerprint_folder(folder, manifest, partial=self._partial)
         self._current = ServedVersion(str(version), folder, sent, served)
         started = time.perf_counter()
 
@@ -212,7 +215,7 @@ class SupervisedServers(Publisher):
         asked = []
         for server in self._servers:
             if server.returning is None or server.returning.done():
-                asked.append(server.ask(partial(self._return, server, version)))
+                asked.append(server.ask(functools.partial(self._return, server, version)))
                 server.returning = asked[-1].future
         for server, error in self._wait(asked, lambda: True).items():
             logger.info("%s is not back: %s", server.url, error)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludic.distributed.interfaces import WeightMetadata, describe_weights
 from ludic.errors import ConfigError, PublishError, check_value, shorten_names
@@ -23,6 +24,8 @@ from ludic.models.names import REPLACED_PART, is_adapter, strip_peft_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 SHOWN_NAMES = 4
@@ -39,6 +42,19 @@ class ServerManifest:
     """Whether the head is the embedding. A tied head is not sent."""
     weights: Mapping[str, tuple[tuple[int, ...], str]]
     """Name in the checkpoint -> shape and dtype."""
+    config: Mapping[str, Any] | None = None
+    """The content of the model's config.json."""
+
+    def rename(self, weights: Mapping[str, T]) -> dict[str, T]:
+        """The weights under their names in the checkpoint, if the model's own are others."""
+        renamed = {} if self.weights.keys() >= weights.keys() else self._renamed
+        return {renamed.get(name, name): weight for name, weight in weights.items()}
+
+    @cached_property
+    def _renamed(self) -> Mapping[str, str]:
+        from ludic.models.loading import find_stored_names
+
+        return find_stored_names(self.config or {}, self.weights)
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any], url: str) -> ServerManifest:
@@ -50,7 +66,7 @@ class ServerManifest:
         tied = bool(answer["tied"])
         if tied:
             weights.pop(HEAD, None)
-        return cls(str(answer["dtype"]), tied, weights)
+        return cls(str(answer["dtype"]), tied, weights, answer.get("config"))
 
 
 def rename_to_checkpoint(state_dict: Weights) -> dict[str, Tensor]:
@@ -76,7 +92,7 @@ def cast_to_server(weights: Weights, manifest: ServerManifest, *, partial: bool)
     not fit."""
     import torch
 
-    weights = drop_tied_head(weights, manifest)
+    weights = drop_tied_head(manifest.rename(weights), manifest)
     check_fit(describe_weights(weights), manifest, partial=partial)
     return {name: weights[name].detach().to(getattr(torch, manifest.weights[name][1])).contiguous() for name in sorted(weights)}
 
@@ -87,18 +103,18 @@ class StreamToServer:
 
     def __init__(self, weights: WeightSource, manifest: ServerManifest, *, partial: bool) -> None:
         self._weights, self._manifest = weights, manifest
-        check_fit(describe_weights(self._renamed()), manifest, partial=partial)
-
-    def _renamed(self) -> dict[str, Tensor]:
-        return rename_to_checkpoint(self._weights.describe())
+        described = manifest.rename(rename_to_checkpoint(weights.describe()))
+        check_fit(describe_weights(described), manifest, partial=partial)
 
     def describe(self) -> dict[str, Tensor]:
-        return {name: self._cast(name, like) for name, like in self._renamed().items()}
+        described = self._manifest.rename(rename_to_checkpoint(self._weights.describe()))
+        return {name: self._cast(name, like) for name, like in described.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for old, tensor in self._weights:
             name = find_checkpoint_name(old)
             if name is not None:
+                [name] = self._manifest.rename({name: tensor})
                 yield name, self._cast(name, tensor)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
@@ -57,6 +57,7 @@ class WorkerManifest(TypedDict):
     dtype: str
     tied: bool
     weights: dict[str, WeightShape] | None
+    config: NotRequired[dict[str, Any] | None]
 
 
 class WorkerFingerprints(TypedDict):
@@ -225,7 +226,7 @@ class ServerLink:
         self.endpoints.pause("keep")
 
     def resume(self) -> None:
-        """Let requests continue. The prefix cache is reset first, if it was not since the pause;
+        """Let requests continue. The caches are reset first, if they were not since the pause;
         if that fails, the server stays paused."""
         if not self._cache_is_fresh:
             self._reset_cache()
@@ -233,6 +234,7 @@ class ServerLink:
 
     def _reset_cache(self) -> None:
         self.endpoints.reset_prefix_cache()
+        self.endpoints.reset_encoder_cache()  # after it: requests that were frozen read their images again
         self._cache_is_fresh = True
 
     def commit(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:

@@ -1,5 +1,5 @@
-"""Images in prompts: the text that takes the place of an image's marker, and the places of its
-tokens."""
+"""Images in prompts: the text that takes the place of an image's marker, the places of its tokens,
+and what servers get, which write images out themselves."""
 
 from __future__ import annotations
 
@@ -87,3 +87,31 @@ def find_spans(ids: Sequence[int], digests: Sequence[str], images: ImageProcesso
         spans.append(ImageSpan(digest, start + first, last - first + 1))
         at += count
     return spans
+
+
+def shorten_prompt(ids: Sequence[int], spans: Sequence[ImageSpan], images: ImageProcessor) -> list[int]:
+    """The ids with one marker in place of each image, of which a server makes `ids` again. Text
+    that the processor writes around an image may share a token with the text beside it, which is
+    then encoded again.
+
+    Example: [7, 9, 9, 9, 8] with the span of start 1 and length 3 is [7, 9, 8].
+    """
+    tokenizer, short, end = images.tokenizer, list[int](), 0
+
+    def read(part: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    placeholder = read([images.placeholder_id])
+    for span in spans:
+        block, first, last = images.process(span.digest).block, span.start, span.start + span.length
+        before, after = block[: block.find(placeholder)], block[block.rfind(placeholder) + len(placeholder) :]
+        while first > end and len(read(ids[first : span.start])) < len(before):
+            first -= 1
+        while last < len(ids) and len(read(ids[span.start + span.length : last])) < len(after):
+            last += 1
+        left = read(ids[first : span.start]).removesuffix(before)
+        right = read(ids[span.start + span.length : last]).removeprefix(after)
+        short += ids[end:first]
+        short += tokenizer(left + images.marker + right, add_special_tokens=False)["input_ids"]
+        end = last
+    return [*short, *ids[end:]]

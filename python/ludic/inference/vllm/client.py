@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import Publisher, PushTarget, Sampled, Weights
@@ -29,7 +29,10 @@ from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.requests import ContextRoom, TokenRequest, extension_fields
 from ludic.inference.vllm.responses import ResponseReader
 from ludic.inference.vllm.servers import VLLMServers, server_url
-from ludic.types import TokenTrace
+from ludic.types import ImageSpan, TokenTrace
+
+if TYPE_CHECKING:
+    from ludic.models.images.processor import ImageProcessor
 
 RESET_TIMEOUT_S = 60.0
 
@@ -68,6 +71,10 @@ class VLLMChatClient(PushTarget, AsyncClosing):
     no limit. `client_tag` marks this client's requests. `shared_server_settings` reads both from a
     launcher's environment variables.
 
+    `images` is the processor of a model that sees them (`find_processor` of the policy). The token
+    endpoint then gets a prompt with one marker for each image, and the bytes of an image once a
+    server; it must read the ids that were encoded here.
+
     Responses are checked before they are returned: types, a log-probability of at most 0 for each
     token, at most `max_tokens` tokens, and ids below `vocab_size`, the policy's, if given.
 
@@ -100,6 +107,7 @@ class VLLMChatClient(PushTarget, AsyncClosing):
         allow_unknown_fields: bool = False,
         publisher_settings: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         addresses = [server_url(url) for url in urls] if urls is not None else [server_url(host, port)]
         tag = None if client_tag is None else ClientTag(client_tag, client_tag_policy)
@@ -120,7 +128,7 @@ class VLLMChatClient(PushTarget, AsyncClosing):
         )
         self._settings.room.lengths.update(self._servers.context_lengths)
         self.tokenizer = tokenizer
-        tokens = None if tokenizer is None else PromptEncoder(tokenizer)
+        tokens = None if tokenizer is None else PromptEncoder(tokenizer, images)
         self._token_completions = TokenCompletions(self._servers, self._settings, tokens)
         self._completions = (
             ChatCompletions(self._servers, self._settings)
@@ -152,10 +160,11 @@ class VLLMChatClient(PushTarget, AsyncClosing):
         sampling: SamplingParams | None = None,
         seed: int | None = None,
         model: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> TokenTrace:
-        """Continue token ids without changing them. `model` defaults to the first model of the
-        server."""
-        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed, model=model)).trace
+        """Continue token ids without changing them, with `images` in the places of their spans.
+        `model` defaults to the first model of the server."""
+        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed, model=model, images=images)).trace
 
     async def sample_tokens(
         self,
@@ -164,11 +173,13 @@ class VLLMChatClient(PushTarget, AsyncClosing):
         sampling: SamplingParams | None = None,
         seed: int | None = None,
         model: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Sampled:
         """`complete_tokens`, with the versions of the weights that sampled."""
         model = model or next(iter(self._servers.context_lengths), "")
-        request = TokenRequest(model, prompt_token_ids, sampling or SamplingParams(), seed)
-        return make_sampled(prompt_token_ids, *await self._token_completions.sample(request))
+        request = TokenRequest(model, prompt_token_ids, sampling or SamplingParams(), seed, images=tuple(images))
+        self._token_completions.check_images(request)
+        return make_sampled(request, *await self._token_completions.sample(request))
 
     @cached_property
     def _completions(self) -> ChatCompletions | RenderedCompletions | OpenAICompletions:

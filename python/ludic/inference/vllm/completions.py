@@ -11,6 +11,7 @@ from ludic.errors import InferenceError, ServerError
 from ludic.inference.client import Sampled, current_episode
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.images import make_text_error, shorten_prompt
 from ludic.inference.prompts.template import Dialogue
 from ludic.inference.request import ChatCompletionRequest, request_body
 from ludic.inference.servers.answers import version_number
@@ -18,6 +19,7 @@ from ludic.inference.servers.errors import is_missing_endpoint
 from ludic.inference.servers.http import HttpResponse
 from ludic.inference.servers.pool import Server
 from ludic.inference.servers.prompt_clipping import PromptClipper
+from ludic.inference.vllm.images import SentImages
 from ludic.inference.vllm.in_server.think_limits import respects_limit
 from ludic.inference.vllm.requests import (
     CHAT_FIELDS,
@@ -84,9 +86,18 @@ class TokenCompletions:
 
     def __init__(self, servers: VLLMServers, settings: CompletionSettings, tokens: PromptEncoder | None) -> None:
         self._servers, self._settings, self._tokens = servers, settings, tokens
+        self._images = None if tokens is None else tokens.images
+        self._sent_images = None if self._images is None else SentImages(self._images.store)
         self.without_generate: set[str] = set()
         """URLs of servers that have only `/v1/completions`, which does not report the weight
         version."""
+
+    def check_images(self, request: TokenRequest) -> None:
+        """Raise ConfigError unless the images of the request are those of its placeholders."""
+        if self._tokens is not None:
+            self._tokens.check_images(request.prompt_ids, request.images)
+        elif request.images:
+            raise make_text_error(request.model)
 
     async def sample(self, request: TokenRequest) -> tuple[SampledTokens, dict[str, Any]]:
         """One continuation, and an info with `policy_version`, `used_args` without the prompt, and
@@ -95,13 +106,20 @@ class TokenCompletions:
         model = self._settings.served_names.get(request.model, request.model)
         ends = () if self._tokens is None else self._tokens.extra_end_ids
         request = replace(request, model=model, sampling=sampling, stop_token_ids=ends)
+        if (images := self._images) is not None:
+            short = shorten_prompt(request.prompt_ids, request.images, images) if request.images else ()
+            request = replace(request, short_ids=short, banned_ids=images.banned_ids)
         tag = self._settings.reader.tag
         tag_field = {} if tag is None else {"client_tag": tag.tag}
         generate, completions = {**tag_field, **request.generate_body()}, {**tag_field, **request.completions_body()}
 
         async def call(server: Server) -> SampledTokens:
             least = self._servers.version
-            answer = await self._post(server, generate, completions, None if tag is None else tag.headers())
+            headers = None if tag is None else tag.headers()
+            if self._sent_images is not None and request.images:
+                answer = await self._sent_images.post(server, generate, [span.digest for span in request.images], headers)
+            else:
+                answer = await self._post(server, generate, completions, headers)
             sampled = self._settings.reader.read_tokens(answer, request)
             self._servers.check_served(server, sampled.weight_versions, least)
             return sampled
@@ -130,9 +148,10 @@ class TokenCompletions:
         return await server.post(COMPLETIONS, completions, headers=headers)
 
 
-def make_sampled(prompt_ids: Sequence[int], sampled: SampledTokens, info: Mapping[str, Any]) -> Sampled:
+def make_sampled(request: TokenRequest, sampled: SampledTokens, info: Mapping[str, Any]) -> Sampled:
     """The tokens as clients return them, with the versions of the `info` of `TokenCompletions`."""
-    trace = TokenTrace.from_arrays(prompt_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason)
+    trace = TokenTrace.from_arrays(request.prompt_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason)
+    trace = replace(trace, images=tuple(request.images)) if request.images else trace
     return Sampled(trace, sampled.ended_by_token, info["policy_version"], info.get("weight_versions", ()))
 
 
@@ -156,12 +175,13 @@ class RenderedCompletions:
         if not self._settings.allow_unknown_fields:
             check_fields(fields, TOKEN_FIELDS)
         top_k = request.return_.top_logprobs_k
-        sampled, info = await self._completions.sample(
-            TokenRequest(request.model, prompt.ids, request.sampling, request.seed, top_k=top_k, fields=fields)
+        sent = TokenRequest(
+            request.model, prompt.ids, request.sampling, request.seed, top_k=top_k, fields=fields, images=tuple(prompt.images)
         )
+        sampled, info = await self._completions.sample(sent)
         self._check_think_limit(sampled.token_ids, request.extensions)
         stops = [sampled.stop_reason] if isinstance(sampled.stop_reason, str) else []
-        answer = tokens.read_answer(prompt, make_sampled(prompt.ids, sampled, info), stops=stops, episode=episode)
+        answer = tokens.read_answer(prompt, make_sampled(sent, sampled, info), stops=stops, episode=episode)
         choice = {"index": 0, "message": answer.message, "finish_reason": answer.trace.finish_reason}
         return request.return_.make_response(answer.text, answer.trace), {"raw_response": {"choices": [choice]}, **info}
 

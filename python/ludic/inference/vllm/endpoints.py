@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from ludic.errors import InferenceError, ServerError
 from ludic.inference.servers.answers import ModelList, WeightInfo
+from ludic.inference.servers.errors import is_missing_endpoint
 from ludic.inference.servers.http import ServerCalls
 
 NEEDS_ADAPTERS = (
@@ -82,6 +83,15 @@ class VllmEndpoints(ServerCalls):
         answer: Any = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise InferenceError(f"{self.url} could not reset its prefix cache, which has keys and values of the old weights")
+
+    def reset_encoder_cache(self) -> None:
+        """Drop the features that the old weights made of images. Servers of older versions, which
+        have no such endpoint, serve no images here."""
+        try:
+            self.call("post", "/reset_encoder_cache")
+        except ServerError as error:
+            if not is_missing_endpoint(error):
+                raise
 
     def rpc(self, name: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of every worker. Returns their answers."""

@@ -15,7 +15,7 @@ from ludic.errors import ConfigError, ConfigTypeError, InferenceError, check_val
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, chat_fields
 from ludic.inference.vllm.in_server.think_limits import parse_max_think
-from ludic.types import ChatResponse, stored
+from ludic.types import ChatResponse, ImageSpan, stored
 
 SAMPLING_FIELDS = frozenset(
     ["temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids", "bad_words"]
@@ -51,6 +51,12 @@ class TokenRequest:
     """Tokens that end an answer in addition to the model's end token."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """More fields of the body, which override the others."""
+    images: Sequence[ImageSpan] = ()
+    """Where the images are in `prompt_ids`."""
+    short_ids: Sequence[int] = ()
+    """The prompt of which the server makes `prompt_ids`, if there are images (`shorten_prompt`)."""
+    banned_ids: Sequence[int] = ()
+    """Tokens that are not sampled."""
 
     def generate_body(self) -> dict[str, Any]:
         """The body for `/inference/v1/generate`."""
@@ -59,7 +65,7 @@ class TokenRequest:
             fields["extra_args"] = fields.pop("vllm_xargs")
         return {
             "model": self.model,
-            "token_ids": list(self.prompt_ids),
+            "token_ids": list(self.short_ids or self.prompt_ids),
             "sampling_params": {**self._sampling_fields(), **fields},
             "return_token_ids": True,
         }
@@ -77,6 +83,8 @@ class TokenRequest:
         }
         if self.stop_token_ids and not self.fields.get("ignore_eos"):
             fields["stop_token_ids"] = list(self.stop_token_ids)
+        if self.banned_ids:
+            fields["logit_bias"] = dict.fromkeys(map(str, self.banned_ids), -100.0)
         return fields if self.seed is None else {**fields, "seed": self.seed}
 
 

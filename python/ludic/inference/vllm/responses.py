@@ -196,11 +196,11 @@ class ResponseReader:
         if ids is None or prompt is None:
             raise InferenceError(f"{name} returned no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
         if prompt != list(request.prompt_ids):
-            raise InferenceError(
-                f"{name} read a prompt of {len(prompt)} tokens, not the {len(request.prompt_ids)} that were sent"
-            )
+            raise InferenceError(_describe_other_prompt(name, prompt, request))
         values = logprobs.values()
         check_tokens(ids, values, name, max_tokens=request.sampling.max_tokens, vocab_size=self.vocab_size)
+        if drawn := set(ids).intersection(request.banned_ids):
+            raise InferenceError(f"{name} sampled {sorted(drawn)}, tokens of images that it was told to leave out by logit_bias")
         if logprobs.token_logprobs is None and any(
             entry.token_id not in (None, token) for entry, token in zip(logprobs.content or (), ids, strict=True)
         ):
@@ -211,6 +211,21 @@ class ResponseReader:
         for span in spans:
             check_served_version(span["version"], name)
         return SampledTokens(ids, values, choice.finish_reason, choice.stop_reason, spans)
+
+
+def _describe_other_prompt(name: str, prompt: Sequence[int], request: TokenRequest) -> str:
+    """How the prompt that a server read differs from the one that it should read."""
+    fault = f"{name} read a prompt of {len(prompt)} tokens, not the {len(request.prompt_ids)} that were sent"
+    if not request.images:
+        return fault
+    pairs = enumerate(zip(prompt, request.prompt_ids, strict=False))
+    first = next((place for place, (read, sent) in pairs if read != sent), min(len(prompt), len(request.prompt_ids)))
+    number = max(1, sum(span.start <= first for span in request.images))
+    span = request.images[number - 1]
+    return (
+        f"{fault}: they differ from token {first} on, at image {number} of {len(request.images)} ({span.digest}, {span.length} tokens "
+        "here); serve the model's own processor, with the same images.min_pixels and images.max_pixels"
+    )
 
 
 def _first_choice(choices: Sequence[C], name: str) -> C:

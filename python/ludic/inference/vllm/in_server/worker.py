@@ -17,6 +17,7 @@ trainer does not import this module.
 
 from __future__ import annotations
 
+import json
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,8 +190,8 @@ class WeightWorker:
         }
 
     def ludic_manifest(self) -> dict[str, Any]:
-        """Shape and dtype of every weight that can be pushed. `weights` is None if the server's
-        checkpoint was not found."""
+        """Shape and dtype of every weight that can be pushed, and the model's config.json. Without
+        `weights` the server's checkpoint was not found."""
         engine = self._ludic_engine()
         checkpoint = engine.receiver.checkpoint
         served = self._ludic_served()
@@ -201,7 +202,9 @@ class WeightWorker:
                 name: {**weight, "dtype": _wire_dtype(name, weight, served, dtype)} for name, weight in checkpoint.weights.items()
             }
         config = getattr(engine.model_config, "hf_text_config", None) or engine.model_config.hf_config
-        return {"dtype": dtype, "tied": bool(getattr(config, "tie_word_embeddings", False)), "weights": weights}
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        own = None if checkpoint is None else json.loads((checkpoint.folder / "config.json").read_bytes())
+        return {"dtype": dtype, "tied": tied, "weights": weights, "config": own}
 
     def ludic_discard(self) -> None:
         """Drop the staged weights, so that the next /finish_weight_update loads nothing. Until then

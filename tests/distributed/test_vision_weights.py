@@ -1,0 +1,62 @@
+"""Weights of models that see images, on their way to a server: their checkpoints have other names
+than their modules."""
+
+import json
+
+import pytest
+import torch
+from tiny_vision import EXACT, make_tiny_vision
+
+from ludic.distributed.adapters.checkpoint import _read_manifest
+from ludic.distributed.push.manifest import StreamToServer, cast_to_server, rename_to_checkpoint
+from ludic.errors import PublishError
+from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
+from ludic.models.images.features import set_trained_parts
+from ludic.models.published import has_frozen_weights, published_weights
+from ludic.models.saving import save_policy
+
+
+class Streamed(dict):
+    """Weights as a `WeightSource` gives them."""
+
+    def __iter__(self):
+        return iter(list(self.items()))
+
+    def describe(self):
+        return dict(self.items())
+
+
+@pytest.mark.parametrize("name", [*EXACT, "gemma3", "qwen3_5"])
+def test_weights_are_sent_under_the_names_of_the_checkpoint(name, tmp_path):
+    model, processor = make_tiny_vision(name)
+    save_policy(model, processor.tokenizer, tmp_path)
+    stored = dict(Checkpoint(tmp_path).read(list(Checkpoint(tmp_path).weights)))
+    manifest, published = _read_manifest(tmp_path), published_weights(model)
+    sent = cast_to_server(rename_to_checkpoint(published), manifest, partial=False)
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in sent.items())
+    streamed = StreamToServer(Streamed(published), manifest, partial=False)
+    assert dict(streamed).keys() == streamed.describe().keys() == stored.keys()
+
+
+def test_the_weights_of_a_frozen_tower_are_left_out(tmp_path):
+    model, processor = make_tiny_vision("qwen2_vl")
+    save_policy(model, processor.tokenizer, tmp_path)
+    assert not has_frozen_weights(model)
+    set_trained_parts(model, "frozen")
+    assert has_frozen_weights(model)
+    manifest, published = _read_manifest(tmp_path), rename_to_checkpoint(published_weights(model))
+    sent = cast_to_server(published, manifest, partial=True)
+    assert set(manifest.weights) - set(sent) == {name for name in manifest.weights if name.startswith("visual.")}
+    with pytest.raises(PublishError, match=r"visual\..* are missing in the push"):
+        cast_to_server(published, manifest, partial=False)
+
+
+def test_a_folder_whose_config_names_no_model_keeps_its_names(tmp_path):
+    model, processor = make_tiny_vision("llava")
+    save_policy(model, processor.tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: config[key] for key in config if key not in ("architectures", "model_type")})
+    )
+    assert _read_manifest(tmp_path).rename({"model.visual.norm": 1}) == {"model.visual.norm": 1}
