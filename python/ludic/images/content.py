@@ -80,6 +80,22 @@ def show_content(content: Any) -> str:
     return "".join(_show_part(part) for part in content)
 
 
+def to_openai(messages: Sequence[Message], store: ImageStore) -> list[Message]:
+    """The messages with their stored images as parts in OpenAI's form, which have the bytes."""
+    shown = []
+    for message in messages:
+        content: Any = message.get("content")
+        if find_digests(content):
+            content = [part if part.get("type") == "text" else _to_openai_part(part, store) for part in content]
+        shown.append({**message, "content": content} if isinstance(content, list) else message)
+    return shown
+
+
+def _to_openai_part(part: Mapping[str, Any], store: ImageStore) -> dict[str, Any]:
+    [digest] = find_digests([part])
+    return {"type": "image_url", "image_url": {"url": store.data_url(digest)}}
+
+
 def _show_part(part: Any) -> str:
     if not isinstance(part, Mapping) or not _is_stored(part):
         return str(part.get("text") or "") if isinstance(part, Mapping) else str(part)

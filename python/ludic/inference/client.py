@@ -172,12 +172,14 @@ class CompletesTokens(Protocol):
 @runtime_checkable
 class SamplesTokens(Protocol):
     """A client that can continue token ids, and tells which weights sampled the completion. Asking
-    for the version afterwards would be too late: it may have changed."""
+    for the version afterwards would be too late: it may have changed. Of a model that sees images
+    the client has their processor as `images`."""
 
     async def sample_tokens(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None, **images: Any
     ) -> Sampled:
-        """Sample one completion. The returned trace has exactly these prompt ids."""
+        """Sample one completion. The returned trace has exactly these prompt ids. A prompt with
+        images has their spans as the keyword `images`."""
         ...
 
 

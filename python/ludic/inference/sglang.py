@@ -117,7 +117,7 @@ class SGLangClient(PushTarget):
         self.server_url = self.server_urls[0] if self.server_urls else ""
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
         self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.images = tokenizer, images
         self._tokens = None if tokenizer is None else PromptEncoder(tokenizer, images)
         self._publisher: PolicyPublisher | None = None
         self._version = 0

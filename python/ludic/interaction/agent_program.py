@@ -18,14 +18,16 @@ from ludic.context import GivenDialog
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, RolloutError, check_value
 from ludic.event_loop import await_if_needed, describe_error, run_in_daemon_thread
+from ludic.images.content import join_contents, show_content, to_openai
+from ludic.images.store import current_store
 from ludic.inference.client import SamplesTokens
 from ludic.inference.gateway.gateway import Gateway
 from ludic.inference.gateway.session import Answering, Call, Limits, Session, path_of
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.agent_command import AgentCommand, AgentExitError
 from ludic.interaction.agent_fork import AgentFork, check_agent
-from ludic.interaction.single_agent import InteractionProtocol, merge_step_info
-from ludic.types import Message, Rollout, Step, StepOutcome
+from ludic.interaction.single_agent import InteractionProtocol, merge_step_info, store_images
+from ludic.types import Rollout, Step, StepOutcome
 from ludic.user_objects import GivenNames, import_named
 
 logger = logging.getLogger(__name__)
@@ -153,7 +155,7 @@ class AgentProtocol(InteractionProtocol):
     ) -> list[Rollout]:
         """`timeout_s` is not used: a call has the deadline of the gateway, and the episode
         `AgentUse.timeout_s`."""
-        observation, info = await await_if_needed(env.env_reset(seed=env_seed))  # type: ignore[attr-defined]
+        observation, info = store_images(await await_if_needed(env.env_reset(seed=env_seed)))  # type: ignore[attr-defined]
         context = GivenDialog(self._system_prompt or getattr(env, "suggested_sysprompt", None))
         context.on_env_reset(observation, info)
         row = getattr(env, "sample", None)
@@ -163,8 +165,8 @@ class AgentProtocol(InteractionProtocol):
                 sampling=(inference or InferenceSpec()).sampling,
                 seed=sampling_seed,
                 limits=self._use.limits,
-                prompt=observation,
-                messages=context.on_before_act(),
+                prompt=show_content(observation),
+                messages=to_openai(context.on_before_act(), current_store()),
                 row=row,
                 workspace=workspace,
                 socket=None if workspace is None else workspace.socket,
@@ -310,7 +312,13 @@ def make_rollout(
 
 def make_step(index: int, call: Call, branch: int, calls: Sequence[Call]) -> Step:
     """The step of a call among all `calls` of its episode."""
-    results = [text for child in calls if child.parent == call.number for text in _texts(child.messages, "tool")]
+    results = [
+        show_content(message.get("content"))
+        for child in calls
+        if child.parent == call.number
+        for message in child.messages
+        if message.get("role") == "tool"
+    ]
     info: dict[str, Any] = {
         "call": call.number,
         "parent": call.parent,
@@ -327,12 +335,8 @@ def make_step(index: int, call: Call, branch: int, calls: Sequence[Call]) -> Ste
     }
     if call.weight_versions:
         info["weight_versions"] = list(call.weight_versions)
-    seen = "\n".join(_texts(call.messages))
+    seen = join_contents([message.get("content") or "" for message in call.messages], "\n")
     return Step(index, seen, call.text, None, 0.0, False, False, info, call.trace)
-
-
-def _texts(messages: Sequence[Message], role: str | None = None) -> list[str]:
-    return [str(message.get("content") or "") for message in messages if role in (None, message.get("role"))]
 
 
 def describe_agent(rollout: Rollout) -> str:

@@ -314,7 +314,10 @@ async def test_a_slow_stream_gets_pings_before_its_events(monkeypatch):
     ("body", "text"),
     [
         ({"messages": [user("a")], "response_format": {"type": "json_schema"}}, "constrained decoding"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, "reads text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "reads text alone",
+        ),
         ({"messages": []}, "at least one"),
         ({"messages": [user("a")], "n": 0}, r"n \(0\) must be"),
         (

@@ -64,7 +64,8 @@ class Gateway:
         if not isinstance(client, SamplesTokens):
             raise ConfigError(f"{type(client).__name__} has no sample_tokens; agents need the in-process engine, vLLM or SGLang")
         self._client, self._port, self._bound = client, port, port
-        self._encoder = PromptEncoder(tokenizer, keeps_sampled=history == "sampled")
+        images = getattr(client, "images", None)
+        self._encoder = PromptEncoder(tokenizer, images, keeps_sampled=history == "sampled")
         self._harness_sampling, self._ignores = sampling == "harness", unsupported == "ignore"
         self._sessions: dict[str, Answering] = {}
         self._server = HttpServer(self._handle)

@@ -20,6 +20,7 @@ from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.inference.client import Episode, Sampled, SamplesTokens, as_episode
 from ludic.inference.gateway.dialects.base import Answered, Ask, CallError
 from ludic.inference.prompts.encoder import Answer, PromptEncoder
+from ludic.inference.prompts.images import intern_given
 from ludic.inference.prompts.template import Dialogue, encode_text
 from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, ToolRequest, derive_seed
@@ -211,7 +212,8 @@ class Answering:
             reserved = room * ask.n
             self._num_reserved += reserved
             shared = b"" if prompt.parent is None else prompt.parent.ids[: prompt.shared].tobytes()
-            key = hashlib.blake2b(shared + array("i", prompt.ids[prompt.shared :]).tobytes(), digest_size=8).digest()
+            images = "".join(span.digest for span in prompt.images).encode()
+            key = hashlib.blake2b(shared + array("i", prompt.ids[prompt.shared :]).tobytes() + images, digest_size=8).digest()
             drawn = self._drawn.setdefault(key, set())
             numbers = [number for number in range(len(drawn) + ask.n) if number not in drawn][: ask.n]
             drawn.update(numbers)
@@ -297,6 +299,10 @@ class Answering:
             return Prompt(Dialogue([]), (), "root", ids=ids)
         tools = ToolRequest(ask.tools, ask.tool_choice) if ask.tools else None
         try:
+            ask.messages = list(intern_given(ask.messages, self._encoder.images, "the model"))
+        except (ConfigError, DataError) as error:
+            raise CallError(str(error)) from error
+        try:
             dialogue = Dialogue.of(ChatCompletionRequest(self.session.model, ask.messages, self.sampling, tools=tools))
             if dialogue.tools:
                 self._encoder.tool_format(dialogue.tools)
@@ -315,7 +321,8 @@ class Answering:
         try:
             with as_episode(self._episode):
                 async with asyncio.timeout(SAMPLE_S):
-                    return await self._client.sample_tokens(prompt.ids, sampling=sampling, seed=seed)
+                    images = {"images": prompt.images} if prompt.images else {}
+                    return await self._client.sample_tokens(prompt.ids, sampling=sampling, seed=seed, **images)
         except Exception as error:  # of the engine, which may be the user's
             self.error = self.error or error
             raise CallError(f"the model could not answer: {error}", 503) from error

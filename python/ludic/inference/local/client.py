@@ -116,9 +116,9 @@ class LocalChatClient:
             raise ConfigError("device and dtype are of a copy of the model; set copy_model=True, or leave them out")
         pin_rope(model)
         self.model = copy_for_sampling(model, device, dtype) if copy_model else model
-        self.tokenizer = tokenizer
+        self.tokenizer, self.images = tokenizer, find_processor(model)
         self.logprobs_mode, self.keep_candidates = logprobs_mode, keep_candidates
-        self._prompts = PromptEncoder(tokenizer, find_processor(model), model_name=type(unwrap_transformer(model)).__name__)
+        self._prompts = PromptEncoder(tokenizer, self.images, model_name=type(unwrap_transformer(model)).__name__)
         self._max_batch_size = max_batch_size
         self._eos_ids = end_token_ids(model, tokenizer)
         self._pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

@@ -127,7 +127,7 @@ class VLLMChatClient(PushTarget, AsyncClosing):
             connection_timeout_s=connection_timeout_s,
         )
         self._settings.room.lengths.update(self._servers.context_lengths)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.images = tokenizer, images
         tokens = None if tokenizer is None else PromptEncoder(tokenizer, images)
         self._token_completions = TokenCompletions(self._servers, self._settings, tokens)
         self._completions = (

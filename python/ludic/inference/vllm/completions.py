@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ludic.errors import InferenceError, ServerError
+from ludic.images.content import to_openai
+from ludic.images.store import current_store
 from ludic.inference.client import Sampled, current_episode
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.encoder import PromptEncoder
@@ -65,6 +67,7 @@ class ChatCompletions:
         sent["model"] = settings.served_names.get(request.model, request.model)
         if settings.clipper is not None:
             sent["messages"] = settings.clipper(request.messages)
+        sent["messages"] = to_openai(sent["messages"], current_store())
         if tag is not None:
             sent["extra_body"] = {**sent.get("extra_body", {}), "client_tag": tag.tag}
             sent["extra_headers"] = tag.headers()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from ludic.types import Message
+from ludic.types import Message, Observation
 
 T = TypeVar("T")
 
@@ -103,12 +103,28 @@ class Format(Struct, frozen=True):
     type: str = "text"
 
 
+class Source(Struct, frozen=True):
+    """Where an image is: a URL, or its bytes in base64."""
+
+    url: str = ""
+    media_type: str = "image/png"
+    data: str = ""
+
+    @property
+    def address(self) -> str:
+        return self.url or f"data:{self.media_type};base64,{self.data}"
+
+
 class Part(Struct):
     """A part of a content, or one item of a list of such."""
 
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
+    image_url: str | Source | None = None
+    """An image of OpenAI's dialects."""
+    source: Source | None = None
+    """An image of Anthropic's."""
 
 
 Content = str | list[Part] | None
@@ -116,12 +132,28 @@ Content = str | list[Part] | None
 
 def join_text(content: Content, where: str) -> str:
     """The text of a content. Raises CallError for a part that is no text."""
+    text = read_content(content, where)
+    if isinstance(text, str):
+        return text
+    raise CallError(f"{where} has an image; images are in messages of the user and in results of tools")
+
+
+def read_content(content: Content, where: str) -> Observation:
+    """A content as text, or if it has images as parts in OpenAI's form. Raises CallError for a part
+    that is neither."""
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
-        if part.type not in TEXT_PARTS:
-            raise CallError(f"{where} has a part of type {part.type!r}; the model reads text only")
-    return "".join(part.text or part.refusal or "" for part in content)
+    parts = [_read_part(part, where) for part in content]
+    return parts if any("image_url" in part for part in parts) else "".join(part["text"] for part in parts)
+
+
+def _read_part(part: Part, where: str) -> dict[str, Any]:
+    if part.type in TEXT_PARTS:
+        return {"type": "text", "text": part.text or part.refusal or ""}
+    source = part.image_url or part.source
+    if part.type not in ("image_url", "input_image", "image") or source is None:
+        raise CallError(f"{where} has a part of type {part.type!r}; the model reads text and images")
+    return {"type": "image_url", "image_url": {"url": source if isinstance(source, str) else source.address}}
 
 
 def refuse_format(given: Format | None, field: str, *, ignore: bool) -> None:

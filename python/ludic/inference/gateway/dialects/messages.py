@@ -29,6 +29,7 @@ class _Block(Struct, frozen=True):
     input: dict[str, Any] = {}
     tool_use_id: str = ""
     content: base.Content = None
+    source: base.Source | None = None
 
 
 class _Message(Struct, frozen=True):
@@ -93,26 +94,29 @@ def _read_message(message: _Message, where: str) -> list[Message]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[Message] = []
-    texts, calls, thoughts = [], [], []
+    parts, calls, thoughts = list[base.Part](), [], []
     for block in message.content:
         match block.type:
             case "text":
-                texts.append(block.text)
+                parts.append(base.Part(text=block.text))
+            case "image":
+                parts.append(base.Part("image", source=block.source))
             case "thinking":
                 thoughts.append(block.thinking)
             case "tool_use":
                 calls.append(base.make_call(block.id, block.name, block.input))
             case "tool_result":
-                text = base.join_text(block.content, f"{where}: a tool_result")
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                content = base.read_content(block.content, f"{where}: a tool_result")
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case "redacted_thinking":
                 pass
             case other:
-                raise base.CallError(f"{where} has a block of type {other!r}; the model reads text only")
-    made: Message = {"role": message.role, "content": "".join(texts)}
+                raise base.CallError(f"{where} has a block of type {other!r}; the model reads text and images")
+    read = base.read_content if message.role == "user" else base.join_text
+    made: Message = {"role": message.role, "content": read(parts, where)}
     made |= {"tool_calls": calls} if calls else {}
     made |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-    return [*results, made] if texts or calls or not results else results
+    return [*results, made] if parts or calls or not results else results
 
 
 def _blocks(answer: base.Answered) -> list[dict[str, Any]]:
