@@ -22,6 +22,7 @@ def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
         *benchmarks,
         *public,
         "shapes",
+        "shapes-turns",
         "sort",
         "tictactoe",
         "tools",

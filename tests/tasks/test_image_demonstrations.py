@@ -13,7 +13,7 @@ from ludic.inference.prompts.template import Dialogue
 from ludic.models.images.small import make_image_tokenizer, make_small_image_config, make_small_processor
 from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.tasks.episodic import EpisodicTask, Turn
-from ludic.tasks.shapes import Shapes, draw_picture as draw_shapes
+from ludic.tasks.shapes import COVER, LOOK, QUESTION, Shapes, draw_picture as draw_shapes
 
 TOKENIZER = make_image_tokenizer()
 SHAPE = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
@@ -86,3 +86,32 @@ def test_shapes_are_demonstrated_to_a_model_that_sees_them(store):
 def test_a_model_of_text_cannot_be_shown_them():
     with pytest.raises(DataError, match=r"a demonstration of Looks has images.* reads text alone"):
         next_items(DemonstrationSource(Looks(), TOKENIZER, batch_size=1, seed=1))
+
+
+def test_a_covered_picture_is_uncovered_row_by_row_and_then_counted():
+    """Two discs, in the cells 0 and 4: rows a and b."""
+    name = "r-disc-0.1.2-4.0.0"
+    env, picture = Shapes(looks=True).make_env({"id": name, "question": QUESTION, "answer": "2r"}), draw_shapes(name)
+    assert env.env_reset()[0] == LOOK
+    shown = [env.env_step(row).obs for row in ("b", "b", "a")]
+    assert [question for _, question in shown] == [LOOK, LOOK, QUESTION]
+    seen = [
+        [(covered[8 * row : 8 * row + 8] == picture[8 * row : 8 * row + 8]).all() for row in range(3)] for covered, _ in shown
+    ]
+    assert seen == [[False, True, False], [False, True, False], [True, True, False]]
+    assert (shown[0][0][:8] == COVER).all()
+    outcome = env.env_step("2r")
+    assert (outcome.reward, outcome.terminated, outcome.info["saw_all"]) == (1.0, True, False)
+    assert env.env_reset()[0] == LOOK
+    for row in "abc":
+        observation = env.env_step(row).obs
+    assert (observation[0] == picture).all()
+    assert env.env_step("3r").info["saw_all"]
+
+
+def test_the_teacher_of_the_looks_often_names_a_row_twice():
+    turns = Shapes(right=0.5, looks=True).demonstrations(400, Random(0))
+    assert {len(each) for each in turns} == {4}
+    looks = [[turn.action for turn in each[:3]] for each in turns]
+    whole = sum(len(set(each)) == 3 for each in looks) / 400
+    assert 0.5 < whole < 0.75  # half, and 2 of 9 of the others

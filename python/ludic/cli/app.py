@@ -82,7 +82,8 @@ Hugging Face layout. Ctrl-C stops after the current step and saves the run.
 
 - `ludic train` sorts digits; `ludic train addition` adds with a scratchpad
 - `ludic train errand` trains the model inside an agent that calls it through a URL
-- `ludic train shapes` learns to count shapes in pictures with a model that sees images
+- `ludic train shapes` learns to count shapes in pictures with a model that sees images;
+  `shapes-turns` uncovers each picture in three turns first
 - `ludic train tictactoe` plays against an opponent; `ludic train tools` learns to call a tool twice before it answers
 - `ludic train maxent` keeps the variety of right answers; `ludic train maxent --algorithm grpo` is the same run with GRPO
 - `ludic train --algorithm cispo seed=3 trainer.lr=1e-4` sets fields (`--print-config` lists them all)

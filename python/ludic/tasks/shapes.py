@@ -4,21 +4,25 @@ A picture of 24 x 24 pixels has one to five equal shapes (squares, discs or cros
 in nine cells, each shifted in its cell. The answer to three red discs is `3r`; reward 1 if both are
 right. The teacher names the colour, and often miscounts by one, so that reinforcement has to learn
 to count.
+
+With `looks`, an episode has three pictures more: the rows of the picture are covered, the model
+names one of them three times, and sees the picture with that row uncovered too. The teacher often
+names a row twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv
 from ludic.errors import check_value
 from ludic.tasks.digits import matches_exactly
 from ludic.tasks.episodic import Episode, EpisodicTask, Problem, Turn
-from ludic.types import StepOutcome
+from ludic.types import Info, StepOutcome
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +33,8 @@ SIZE, CELL, SHAPE = 24, 8, 6
 COLOURS = {"r": (220, 40, 40), "g": (40, 180, 60), "b": (50, 80, 220), "y": (230, 210, 40)}
 KINDS = ("square", "disc", "cross")
 MOST = 5
+ROWS, LOOK, COVER = "abc", "look: ", (150, 150, 150)
+"""The names of the rows of cells, what is asked for one, and the colour of a covered row."""
 QUESTION = "how many, which colour? "
 _SPLIT_SEED = 30_000  # of the held-out pictures, which are the same in every run
 
@@ -46,6 +52,15 @@ def draw_picture(name: str) -> NDArray[np.uint8]:
         top, left = cell // 3 * CELL + down, cell % 3 * CELL + right
         picture[top : top + SHAPE, left : left + SHAPE][covered] = COLOURS[colour]
     return picture
+
+
+def cover_rows(picture: NDArray[np.uint8], seen: Collection[str]) -> NDArray[np.uint8]:
+    """The picture without the rows that were not seen."""
+    covered = picture.copy()
+    for number, row in enumerate(ROWS):
+        if row not in seen:
+            covered[number * CELL : (number + 1) * CELL] = COVER
+    return covered
 
 
 def show_problem(problem: Mapping[str, Any]) -> list[Any]:
@@ -67,6 +82,25 @@ class ShapesEnv(DatasetQAEnv):
         return outcome
 
 
+class LooksEnv(ShapesEnv):
+    """Three looks at rows of the picture before the question."""
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Any, Info]:
+        _, info = super().env_reset(seed=seed)
+        self._looks = list[str]()
+        return LOOK, info
+
+    def env_step(self, action: str) -> StepOutcome:
+        if len(self._looks) == len(ROWS):
+            outcome = super().env_step(action)
+            outcome.info["saw_all"] = set(ROWS) <= set(self._looks)
+            return outcome
+        self._looks.append(action[:1])
+        picture, question = show_problem(self.sample)
+        shown: Any = [cover_rows(picture, self._looks), question if len(self._looks) == len(ROWS) else LOOK]
+        return StepOutcome(obs=shown, reward=0.0, truncated=False, terminated=False, info={})
+
+
 @dataclass(frozen=True)
 class Shapes(EpisodicTask):
     """Pictures are held out by their content: a held-out picture is never trained on."""
@@ -74,16 +108,25 @@ class Shapes(EpisodicTask):
     right: float = 0.25
     """Share of demonstrations whose count is right; the others are off by one."""
     num_heldout: int = 400
+    looks: bool = False
+    """Whether the model uncovers the picture row by row, in three turns before its answer."""
 
     def __post_init__(self) -> None:
         check_value("right", self.right, least=0, most=1)
         check_value("num_heldout", self.num_heldout, least=1, most=2_000)
 
-    max_turns = 1
     max_new_tokens = 3
     success_reward = 1.0
     reward_sees = "count and colour, which must both be right, and nothing else"
-    facts: ClassVar[Mapping[str, str]] = {"count_right": "the count is right", "colour_right": "the colour is right"}
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        facts = {"count_right": "the count is right", "colour_right": "the colour is right"}
+        return {**facts, "saw_all": "all rows were looked at"} if self.looks else facts
+
+    @property
+    def max_turns(self) -> int:
+        return len(ROWS) + 1 if self.looks else 1
 
     def draw(self, rng: Random) -> Problem:
         while True:
@@ -95,11 +138,20 @@ class Shapes(EpisodicTask):
         return {"held out": list(self._heldout.values())}
 
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
-        problems = [self.draw(rng) for _ in range(count)]
-        return [[Turn(show_problem(problem), self._answer(problem["answer"], rng))] for problem in problems]
+        return [self._demonstrate(self.draw(rng), rng) for _ in range(count)]
 
     def make_env(self, episode: Episode) -> DatasetQAEnv:
-        return ShapesEnv(episode)
+        return LooksEnv(episode) if self.looks else ShapesEnv(episode)
+
+    def _demonstrate(self, problem: Problem, rng: Random) -> list[Turn]:
+        """The teacher's turns."""
+        looks = [] if not self.looks else rng.sample(ROWS, 3) if rng.random() < self.right else rng.choices(ROWS, k=3)
+        env, turns = self.make_env(problem), list[Turn]()
+        observation, _ = env.env_reset()
+        for action in [*looks, self._answer(problem["answer"], rng)]:
+            turns.append(Turn(observation, action))
+            observation = env.env_step(action).obs
+        return turns
 
     def _answer(self, answer: str, rng: Random) -> str:
         count, colour = int(answer[0]), answer[1]
