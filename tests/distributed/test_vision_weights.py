@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_vision import EXACT, make_tiny_vision
 
 from ludic.distributed.adapters.checkpoint import _read_manifest
@@ -12,6 +13,7 @@ from ludic.distributed.push.manifest import StreamToServer, cast_to_server, rena
 from ludic.errors import PublishError
 from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
 from ludic.models.images.features import set_trained_parts
+from ludic.models.loading import load_model
 from ludic.models.published import has_frozen_weights, published_weights
 from ludic.models.saving import save_policy
 
@@ -37,6 +39,20 @@ def test_weights_are_sent_under_the_names_of_the_checkpoint(name, tmp_path):
     assert all(torch.equal(tensor, stored[name]) for name, tensor in sent.items())
     streamed = StreamToServer(Streamed(published), manifest, partial=False)
     assert dict(streamed).keys() == streamed.describe().keys() == stored.keys()
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_weights_keep_the_names_of_a_checkpoint_of_an_older_transformers(name, tmp_path):
+    """As those of the hub have them: the tower was one module deeper."""
+    model, processor = make_tiny_vision(name)
+    save_policy(model, processor.tokenizer, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    older = {key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in written.items()}
+    save_file(older, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(str(tmp_path), "float32")
+    sent = cast_to_server(rename_to_checkpoint(published_weights(loaded)), _read_manifest(tmp_path), partial=False)
+    assert sent.keys() == older.keys() != written.keys()
+    assert all(torch.equal(tensor, older[key]) for key, tensor in sent.items())
 
 
 def test_the_weights_of_a_frozen_tower_are_left_out(tmp_path):
