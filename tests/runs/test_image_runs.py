@@ -2,14 +2,20 @@
 anything is written."""
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
-from commands import ludic, refused
+from commands import ludic, refused, train_until
+from graded_shapes import SETTINGS as SHAPES
 from image_spans import draw_picture
 from PIL import Image
+from tiny_vision import make_tiny_vision
 
 from ludic.images.store import ImageStore, current_store
+from ludic.models.images.processor import ImageProcessor
+from ludic.models.saving import save_policy
 from ludic.recipes.compose import compose
 from ludic.recipes.epochs_schema import compose_sft
 from ludic.runs.data.sft import SFTData
@@ -101,3 +107,54 @@ def test_a_missing_picture_is_refused_with_its_line(tmp_path):
 def test_the_folder_of_images_is_a_setting_of_a_task():
     recipe = compose(["data=rows.jsonl", "reward=gsm8k", "model=somewhere", "task.args.image_folder=pictures"])
     assert recipe.task.args["image_folder"] == "pictures"
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run that was stopped after a step, of a model in a folder."""
+    model, processor = make_tiny_vision("qwen2_vl")
+    save_policy(model, processor.tokenizer, tmp_path / "model")
+    settings = [f"data={write_rows(tmp_path / 'data')}", f"model={tmp_path / 'model'}", "batch_size=2", "heldout=0"]
+    assert train_until("sft", 1, [*settings, "threads=1", f"output={tmp_path}", "name=run"]) == 130
+    return tmp_path / "run"
+
+
+def test_a_run_that_is_resumed_with_another_processor_is_refused(begun, monkeypatch):
+    config, processor = begun / "config.yaml", begun.parent / "model" / "processor_config.json"
+    for path, old, new, said in [
+        (config, "max_pixels: null", "max_pixels: 256", r"images\.max_pixels is 256, .*began with None"),
+        (processor, '"patch_size": 4', '"patch_size": 8', rf"{begun.parent / 'model'} has changed .*processor_config\.json"),
+    ]:
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        assert re.search(said, refused("sft", "--resume", str(begun)))
+        path.write_text(text)
+    began = json.loads((begun / "progress.json").read_text())["images"]["processor"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageProcessor, "fingerprint", "another")  # as with another version of a library
+        assert re.search(rf"began with the processor {began}, .* has another", refused("sft", "--resume", str(begun)))
+    ludic("sft", "--resume", str(begun))
+
+
+def test_a_run_that_is_resumed_without_an_image_is_refused(tmp_path, begun):
+    (tmp_path / "data" / "img" / "7.png").rename(tmp_path / "7.png")
+    assert "line 8: images[0] ('img/7.png') does not exist in" in refused("sft", "--resume", str(begun))
+    settings = [*SHAPES, "inference.batches_ahead=1", "checkpoint.every_n_steps=1", f"output={tmp_path}", "name=ahead"]
+    assert train_until("train", 2, settings, phase="reinforce") == 130
+    (tmp_path / "ahead" / "images").rename(tmp_path / "images")
+    message = refused("train", "--resume", str(tmp_path / "ahead"))
+    assert re.search(rf"image '\w{{32}}' is not in {tmp_path}/ahead/images; restore it", message)
+    shutil.copytree(tmp_path / "images", tmp_path / "ahead" / "images", dirs_exist_ok=True)
+    assert "step 5" in ludic("train", "--resume", str(tmp_path / "ahead"))
+
+
+def test_the_limit_of_pixels_holds_for_the_small_model():
+    from ludic.models.images.processor import find_processor
+    from ludic.recipes.model import build_policy
+
+    counts = []
+    for more in ([], ["images.max_pixels=256"]):
+        processor = find_processor(build_policy(compose(["recipe=shapes", *SMALL, *more]))[0])
+        counts.append(processor.process(processor.store.add(np.zeros((24, 24, 3), dtype=np.uint8))).num_patches)
+    assert counts == [36, 16]

@@ -1,8 +1,9 @@
 """A run killed anywhere and resumed equals the uninterrupted run: the same weights, each step once
-in metrics.jsonl, each episode once in rollouts.jsonl. `pytest -m slow` kills at every change on
-disk."""
+in metrics.jsonl, each episode once in rollouts.jsonl, each image in its store. `pytest -m slow`
+kills at every change on disk."""
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 from benches.python.equal_runs import check_learning
 from commands import NETWORK, exit_status, metrics_of, refused, same_weights, summary_of
+from graded_shapes import SETTINGS as SHAPES
 from killed_commands import killed_at, list_changes, run_to_end
 from safetensors.torch import load_file
 
+from ludic.images.store import ImageStore
 from ludic.runs.directory import RunDirectory
 
 TINY = [
@@ -353,3 +356,23 @@ def whole_with_shared_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(shared) == 3
     assert min(shared) >= (PROMPTS * GROUP - PROMPTS) * PROMPT_TOKENS > 4096
     return parent / "run"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+def test_a_run_with_images_killed_twice_at_random_resumes_to_the_uninterrupted_run(tmp_path: Path, tower: str, seed: int) -> None:
+    settings = [*SHAPES, f"images.tower={tower}", "checkpoint.every_n_steps=2", "checkpoint.max_to_keep=1", "trainer.lr=3e-3"]
+    changes = list_changes("train", *settings, f"output={tmp_path}", "name=whole")
+    whole, run, rng = tmp_path / "whole", tmp_path / "run", random.Random(seed)
+    moment = rng.randrange(changes.index("line reinforce 1") + 1, len(changes))
+    assert killed_at(moment, "train", *settings, f"output={tmp_path}", "name=run")
+    killed_at(rng.randrange(1, len(changes) - moment + 1), "train", "--resume", str(run))
+    run_to_end("train", "--resume", str(run))
+    assert_is_the_run(run, whole)
+    store = ImageStore(run / "images")
+    for path in (whole / "images").glob("*/*"):
+        assert store.read(path.stem) == path.read_bytes()
+    shown = set(re.findall(r"ludic-image:(\w+)", (run / "rollouts.jsonl").read_text()))
+    assert len(shown) > 5
+    store.check(shown)

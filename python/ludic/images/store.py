@@ -168,7 +168,9 @@ class ImageStore:
 
     def _require(self, digest: str) -> Path:
         if (path := self._find(digest)) is None:
-            raise ImageError(f"image {digest!r:.80} is not in {self.folder}; samples need the images of the run that made them")
+            raise ImageError(
+                f"image {digest!r:.80} is not in {self.folder}; restore it: samples need the images of the run that made them"
+            )
         return path
 
     def _find(self, digest: str) -> Path | None:

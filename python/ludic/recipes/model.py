@@ -55,14 +55,14 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
 def build_model(recipe: Recipe | EpochsRecipe, tokenizer: Any) -> Any:
     """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`. A
     rank that gets its weights from rank 0 reads none from files."""
+    limits = {"max_pixels": recipe.images.max_pixels, "min_pixels": recipe.images.min_pixels}
     if recipe.model is not None:
         load = load_skeleton if has_no_weights(recipe.sharding) else load_model
-        limits = {"max_pixels": recipe.images.max_pixels, "min_pixels": recipe.images.min_pixels}
         model = load(recipe.model, recipe.dtype, **limits, **model_options(recipe))
     else:
         model = make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
         if recipe.network.kind == "qwen2_vl":
-            attach_processor(model, make_small_processor(tokenizer, model.config))
+            attach_processor(model, make_small_processor(tokenizer, model.config, **limits))
     if find_processor(model) is not None:
         set_trained_parts(model, recipe.images.tower)
     elif recipe.images != ImagesSection():

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, DataError, DataTypeError, check_value
+from ludic.images.store import ImageError
 from ludic.training.batching.sample_codec import VERSION, decode_batch, encode_batch
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.rollouts.episodes import SampleCheck
@@ -210,5 +211,7 @@ def _decode_pending(encoded: Any) -> list[SAWBatch]:
         if isinstance(encoded, str):
             raise DataError(f"they have version 1, this ludic reads {VERSION}")
         return [decode_batch(*map(base64.b64decode, parts)) for parts in encoded]
+    except ImageError:
+        raise
     except (DataError, TypeError, ValueError) as error:
         raise CheckpointError(f"the pending batches cannot be read: {error}; resume with the ludic that saved them") from error
