@@ -110,6 +110,16 @@ def test_a_checkpoint_flushes_the_images_that_it_names(store, monkeypatch, tmp_p
     assert path.stat().st_ino in flushed
 
 
+def test_a_file_that_another_process_wrote_is_flushed(store, monkeypatch):
+    """As an image of an actor, which a checkpoint of the trainer names."""
+    flushed, digest = [], store.add(PNG)
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    trainer = ImageStore(store.folder)
+    assert trainer.add(PNG) == digest
+    trainer.flush()
+    assert len(flushed) == 1
+
+
 def test_a_full_disk_leaves_no_image(store, monkeypatch):
     def fail(path, data):
         raise OSError(28, "No space left on device")

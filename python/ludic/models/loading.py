@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError
 
 from ludic.distribution import install_command
-from ludic.errors import ConfigError, MissingExtraError
+from ludic.errors import CheckpointError, ConfigError, MissingExtraError
 from ludic.files.atomic import read_json
 from ludic.files.checkpoints import PROCESSOR_FILES
-from ludic.models.images.processor import ImageProcessor, attach_processor, refuse_images
+from ludic.models.images.processor import ImageProcessor, attach_processor, find_processor, refuse_images
 from ludic.models.lora import load_adapter
 from ludic.models.places import CONFIGS, TOKENIZER_CONFIGS, check_place, find_adapter_base, find_place, holds_only_adapters
 from ludic.models.state_files import list_transforms
@@ -124,6 +124,21 @@ def find_stored_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[
 def sees_images(config: Any) -> bool:
     """Whether a config of transformers has a tower for images."""
     return getattr(config, "vision_config", None) is not None
+
+
+def compare_processor(model: Any, began: Mapping[str, str | None] | None) -> dict[str, str | None] | None:
+    """The record of the model's processor in the progress of a run; None for a model of text.
+    Raises CheckpointError if the run began with another."""
+    if not sees_images(getattr(model, "config", None)):
+        return None
+    processor = find_processor(model)
+    now = {"processor": None if processor is None else processor.fingerprint}
+    if began not in (None, now):
+        raise CheckpointError(
+            f"the run began with the processor {began['processor']}, and its model has {now['processor']}: images would "
+            "be other ones; restore its files and the versions of transformers and torchvision"
+        )
+    return now
 
 
 def with_processor(model: Any, place: str, options: Mapping[str, Any] | None = None) -> Any:

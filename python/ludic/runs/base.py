@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from ludic.errors import CheckpointError, StopRequested
-from ludic.models.images.processor import find_processor
-from ludic.models.loading import find_whole_model, sees_images
+from ludic.errors import StopRequested
+from ludic.models.loading import compare_processor, find_whole_model
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_missing_base, save_policy, write_card
 from ludic.models.wrappers import has_adapters
@@ -90,18 +89,9 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
 
     def _check_processor(self) -> None:
         """Record the processor of images. Raises CheckpointError if the run began with another."""
-        model, progress = self.parts.model, self.progress
-        if not sees_images(getattr(model, "config", None)):
-            return
-        processor = find_processor(model)
-        now = {"processor": None if processor is None else processor.fingerprint}
-        if progress.images not in (None, now):
-            raise CheckpointError(
-                f"the run began with the processor {progress.images['processor']}, and its model has {now['processor']}: images would "
-                "be other ones; restore its files and the versions of transformers and torchvision"
-            )
-        progress.images = now
-        self.directory.write_progress(progress)
+        if (now := compare_processor(self.parts.model, self.progress.images)) is not None:
+            self.progress.images = now
+            self.directory.write_progress(self.progress)
 
     @property
     def measured(self) -> Sequence[str] | None:

@@ -2,7 +2,7 @@
 
 It reads the run's config.yaml, takes the number of an entry from the queue, loads the version of
 the policy that the entry is to be sampled with, plays its episodes and delivers them. It writes
-nothing to the run's folder.
+nothing to the run's folder but the images that it shows.
 
 Requests by the number of an entry: what an actor plays follows from the run's seed and this
 number alone.
@@ -38,6 +38,7 @@ from ludic.images.store import ImageStore, use_store
 from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.local import LocalChatClient
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.models.loading import compare_processor
 from ludic.recipes.actors import check_actors, count_prompts_per_entry, uses_queue
 from ludic.recipes.build import add_reward_model, build_episodic_task
 from ludic.recipes.compose import choose_devices, compose
@@ -147,6 +148,7 @@ def run_actor_process(folder: Path, *, name: str | None = None) -> int:
 async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
     stop, signals = listen_for_signals()
     task, model, tokenizer = _build(recipe)
+    compare_processor(model, directory.read_progress().images)
     async with AsyncExitStack() as opened:
         opened.push_async_callback(task.aclose)
         try:
