@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graded_shapes import SETTINGS as SHAPES
 from ranked_commands import (
     NETWORK,
     PAIRS,
@@ -61,6 +62,7 @@ def settings_of(kind: str, folder: Path) -> list[str]:
         "train, a value head": [*own, *PPO],
         "train, a critic": [*own, *PPO, "critic.model=policy", "lora.rank=2"],
         "train, adapters, a batch ahead": [*own, "lora.rank=2", "inference.batches_ahead=1"],
+        "train, images": ["train", *SHAPES, "trainer.minibatches_per_batch=2", *EVALUATED],
         "sft": ["sft", *SFT, *EVALUATED, *STOPPED],
         "train-rm": ["train-rm", *PAIRS],
     }[kind]
@@ -76,7 +78,8 @@ def sharded_sft(folder):
 
 
 @pytest.mark.parametrize(
-    "kind", ["train", "train, a value head", "train, a critic", "train, adapters, a batch ahead", "sft", "train-rm"]
+    "kind",
+    ["train", "train, a value head", "train, a critic", "train, adapters, a batch ahead", "train, images", "sft", "train-rm"],
 )
 def test_a_sharded_run_is_that_of_one_process(kind, folder, request):
     settings, name = settings_of(kind, folder), kind.replace(", ", "-").replace(" ", "-")

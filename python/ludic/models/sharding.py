@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ludic.errors import ConfigError
+from ludic.models.images.features import WHOLE_ENCODER, find_tower_owner
 from ludic.models.quantization import find_quantized_layers
 from ludic.models.regions import Region, find_region
 from ludic.models.wrappers import has_adapters
@@ -98,7 +99,13 @@ def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) 
     With `param_dtype`, all weights become float32. Raises ConfigError for a model that is sharded
     already, that has quantised weights, or whose trained weights have several dtypes.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     if is_sharded(model):
         raise ConfigError(f"{type(model).__name__} is sharded already; call shard_model once, on the whole model")
@@ -126,6 +133,11 @@ def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) 
     for block in reversed(blocks):  # a block within a block first
         fully_shard(block, **options)
     fully_shard(model, **options)
+    owner: Any = find_tower_owner(model)
+    if hasattr(owner, "get_image_features"):  # it is called outside of the model's forward pass, and needs whole weights there
+        setattr(model, WHOLE_ENCODER, owner.get_image_features)
+        register_fsdp_forward_method(model, WHOLE_ENCODER)
+        object.__setattr__(owner, WHOLE_ENCODER, getattr(model, WHOLE_ENCODER))
     return model
 
 

@@ -21,6 +21,10 @@ MERGERS = ("merger", "deepstack_merger_list")
 """Projectors that are parts of their towers (Qwen-VL, GLM-V)."""
 
 
+WHOLE_ENCODER = "_ludic_image_features"
+"""What a sharded model has in place of `get_image_features`: it makes weights whole."""
+
+
 @dataclass(frozen=True)
 class Features:
     """What the language model gets of one image."""
@@ -54,14 +58,19 @@ def encode_images(model: nn.Module, images: Sequence[ProcessedImage]) -> list[Fe
     Example: `pixel_values` [36, 96] and [64, 96] of two images are one pass over [100, 96];
     [1, 3, 28, 28] and [1, 3, 28, 56] are two passes.
     """
+    features: dict[int, Features] = {}
+    for places in divide_in_passes(images):
+        features |= zip(places, _encode(model, [images[place] for place in places]), strict=True)
+    return [features[place] for place in range(len(images))]
+
+
+def divide_in_passes(images: Sequence[ProcessedImage]) -> list[list[int]]:
+    """The places of the images whose arrays fit together, for each pass of the tower."""
     passes: dict[Any, list[int]] = {}
     for place, image in enumerate(images):
         shapes = tuple((name, array.dtype, tuple(array.shape[1:])) for name, array in sorted(image.arrays.items()))
         passes.setdefault(shapes, []).append(place)
-    features: dict[int, Features] = {}
-    for places in passes.values():
-        features |= zip(places, _encode(model, [images[place] for place in places]), strict=True)
-    return [features[place] for place in range(len(images))]
+    return list(passes.values())
 
 
 def join_features(features: Sequence[Features]) -> dict[str, Any]:
@@ -130,7 +139,7 @@ def _encode(model: nn.Module, images: Sequence[ProcessedImage]) -> list[Features
         name: array.to(owner.device, kind if array.is_floating_point() else None)
         for name, array in select_arrays(owner.get_image_features, images).items()
     }
-    output = owner.get_image_features(**arrays, return_dict=True)
+    output = getattr(owner, WHOLE_ENCODER, owner.get_image_features)(**arrays, return_dict=True)
     parts: list[Sequence[Tensor]] = []
     fields = {"pooler_output": _take_apart(output.get("pooler_output"), counts, parts)}
     if (layers := output.get("deepstack_features")) is not None:

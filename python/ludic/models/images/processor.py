@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError, DataError
 from ludic.images.store import ImageStore, current_store
 from ludic.models.wrappers import unwrap_transformer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 """What a processor returns of the text."""
@@ -132,8 +135,17 @@ class ImageProcessor:
                 self._cache_bytes -= self._cache.popitem(last=False)[1].nbytes
         return made
 
+    @cached_property
+    def blank(self) -> ProcessedImage:
+        """A picture of no sample, which stands in where a rank has none."""
+        from PIL import Image
+
+        return self._read(Image.new("RGB", (56, 56)), "blank")
+
     def _process(self, digest: str) -> ProcessedImage:
-        image = self.store.open(digest)
+        return self._read(self.store.open(digest), digest)
+
+    def _read(self, image: Image, digest: str) -> ProcessedImage:
         try:
             made, [block] = self._call([image])
         except Exception as error:  # of a library that we do not know

@@ -29,6 +29,7 @@ from ludic.models.images.processor import ImageProcessor, attach_processor, find
 from ludic.models.images.rows import KEY, RowImages, key_ids, note_image_blocks
 from ludic.models.packed_attention import PACKED, get_attention, make_packed_keywords, set_attention
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
+from ludic.models.sharding import gather_tensor, is_sharded
 from ludic.models.wrappers import evaluation_mode, unwrap_transformer
 from ludic.types import ImageSpan
 
@@ -54,7 +55,7 @@ class ImageSupport:
     """Why a layout is not exact."""
 
 
-_known: WeakKeyDictionary[nn.Module, ImageSupport] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, ImageSupport | ConfigError] = WeakKeyDictionary()
 
 
 def check_images(model: nn.Module, processor: ImageProcessor) -> ImageSupport:
@@ -65,9 +66,14 @@ def check_images(model: nn.Module, processor: ImageProcessor) -> ImageSupport:
     inner = unwrap_transformer(model)
     if inner not in _known:
         with _prepared(inner, processor) as probe:
-            _known[inner] = _check(inner, probe)
-    processor.reads_several = _known[inner].several
-    return _known[inner]
+            try:
+                _known[inner] = _check(model if is_sharded(model) else inner, probe)
+            except ConfigError as error:  # raised again without a pass, which another rank would not join
+                _known[inner] = error
+    if isinstance(support := _known[inner], ConfigError):
+        raise support
+    processor.reads_several = support.several
+    return support
 
 
 @contextmanager
@@ -92,7 +98,7 @@ def _prepared(model: Any, processor: ImageProcessor) -> Iterator[ImageProcessor]
 
 
 def _check(model: Any, processor: ImageProcessor) -> ImageSupport:
-    kind = type(model).__name__
+    kind = type(unwrap_transformer(model)).__name__
     if "mm_encoder_outputs" not in inspect.signature(find_tower_owner(model).forward).parameters:
         raise ConfigError(f"{kind} takes no precomputed image features (mm_encoder_outputs); it cannot be trained on images")
     draw = np.random.default_rng(0)
@@ -144,7 +150,7 @@ def _check_layouts(
     """Compares the layouts on features that are drawn, so that a projector of zeros hides
     nothing."""
     draw = torch.Generator().manual_seed(0)
-    scale = float(model.get_input_embeddings().weight.float().std())
+    scale = float(gather_tensor(model.get_input_embeddings().weight.detach()).float().std())
     drawn = {
         digest: each.with_tensors(
             [(scale * torch.randn(tensor.shape, generator=draw)).to(tensor.device, tensor.dtype) for tensor in each.tensors]
@@ -177,7 +183,7 @@ def _find_fault(
     model: Any, rows: Sequence[_Row], alone: Sequence[Tensor], features: Mapping[str, Features], layout: str, limit: float
 ) -> str | None:
     """Why the rows are not computed as `alone`; None if they are."""
-    kind, name = type(model).__name__, NAMES[layout]
+    kind, name = type(unwrap_transformer(model)).__name__, NAMES[layout]
     try:
         together = _read(model, rows, features, layout)
     except Exception as error:  # of a library that we do not know
@@ -239,7 +245,7 @@ def _read_pixels(model: Any, row: _Row) -> Tensor:
 def _forward(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """[B, T, D] the last hidden states; of a model whose parts do not give them, the logits."""
     seen: list[Any] = []
-    hook = model.base_model.register_forward_hook(lambda module, args, output: seen.append(output))
+    hook = unwrap_transformer(model).base_model.register_forward_hook(lambda module, args, output: seen.append(output))
     try:
         model(**inputs, use_cache=False)
     finally:

@@ -16,21 +16,25 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ludic import _core
 from ludic.errors import BudgetError, ConfigError
-from ludic.models.images.features import Features, encode_images, find_image_modules, find_tower_owner
-from ludic.models.images.processor import ImageProcessor, require_processor
+from ludic.models.images.features import Features, divide_in_passes, encode_images, find_image_modules, find_tower_owner
+from ludic.models.images.processor import ImageProcessor, find_processor, require_processor
 from ludic.models.images.rows import IMAGES, RowImages
 from ludic.models.images.support import check_images
 from ludic.models.prefix_trees import PREFIX_TREES
+from ludic.models.sharding import is_sharded, reshard
 from ludic.models.wrappers import evaluation_mode
+from ludic.training import ranks
 from ludic.training.backend.precision import HALF_PRECISION, autocast
 from ludic.training.backend.protocol import MicroBatches
 from ludic.training.batching.mini_batches import MiniBatch
@@ -62,11 +66,21 @@ class ImageEncoder:
         """Parameters of the tower, and how often they were changed, when `_kept` was computed."""
         self._encoded = self._patches = 0
         self._seconds = 0.0
+        self.is_sharded = is_sharded(model) and find_processor(model) is not None
+        """Whether ranks share out the tower: then all of them run it equally often."""
+        if self.is_sharded:
+            with suppress(ConfigError), preserved_rng():  # text may still be trained
+                check_images(model, self._processor)
+        if isinstance(model, DistributedDataParallel) and find_processor(model) is not None and self.is_trained:
+            raise ConfigError(
+                "DistributedDataParallel does not see the passes of a trained vision tower; leave it out, ranks sum gradients without it"
+            )
 
     def bind(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with the features of its images, without gradient."""
         images: RowImages | None = batch.tensors.get(IMAGES)
-        return batch if images is None else self.bind_features(batch, self.find(images.distinct))
+        features = self.find([] if images is None else images.distinct)
+        return batch if images is None else self.bind_features(batch, features)
 
     def bind_features(self, batch: MicroBatch, features: Mapping[str, Features]) -> MicroBatch:
         """The micro-batch, which has images, with their features. Raises ConfigError for a layout
@@ -79,7 +93,12 @@ class ImageEncoder:
 
     @torch.no_grad()
     def find(self, digests: Iterable[str]) -> dict[str, Features]:
-        """The features of images, without gradient."""
+        """The features of images, without gradient. All ranks that share out the tower call it."""
+        digests = list(digests)
+        if not (digests or self.is_sharded):
+            return {}
+        if self.is_sharded:
+            reshard(self._model)  # whole weights are other tensors
         modules: list[Any] = list(find_image_modules(self._model).values())
         weights = [(id(parameter), parameter._version) for module in modules for parameter in module.parameters(recurse=False)]
         if weights != self._weights:
@@ -87,15 +106,17 @@ class ImageEncoder:
             self._drop()
         adapters = tuple(bool(module.disable_adapters) for module in modules if hasattr(module, "disable_adapters"))
         features = {}
+        missing = [[digest] for digest in digests if (digest, adapters) not in self._kept]
+        for [digest] in missing:
+            self.count_patches(digest)
+        with evaluation_mode(find_tower_owner(self._model)):
+            for part in self.join_passes(missing):
+                for digest, made in zip(part, self.encode(part), strict=False):
+                    self._kept[digest, adapters] = made
+                    self._kept_bytes += _count_bytes(made)
         for digest in digests:
-            key = digest, adapters
-            if key not in self._kept:
-                self.count_patches(digest)
-                with evaluation_mode(find_tower_owner(self._model)):
-                    [self._kept[key]] = self.encode([digest])
-                self._kept_bytes += _count_bytes(self._kept[key])
-            self._kept.move_to_end(key)
-            features[digest] = self._kept[key]
+            self._kept.move_to_end((digest, adapters))
+            features[digest] = self._kept[digest, adapters]
         while self._kept_bytes > CACHE_BYTES:
             self._kept_bytes -= _count_bytes(self._kept.popitem(last=False)[1])
         return features
@@ -110,11 +131,12 @@ class ImageEncoder:
         self._kept_bytes = 0
 
     def encode(self, digests: Sequence[str]) -> list[Features]:
-        """The features of images, which are one pass of the tower if their arrays fit together."""
+        """The features of images, which are one pass of the tower if their arrays fit together. For
+        no images, those of a blank picture."""
         started = time.perf_counter()
         images = [self._processor.process(digest) for digest in digests]
         with autocast(self._cfg):
-            features = encode_images(self._model, images)
+            features = encode_images(self._model, images or [self._processor.blank])
         self._encoded += len(images)
         self._patches += sum(image.num_patches for image in images)
         self._seconds += time.perf_counter() - started
@@ -128,10 +150,29 @@ class ImageEncoder:
         return any(parameter in trained for module in modules for parameter in module.parameters(recurse=False))
 
     def plan_passes(self, digests: Sequence[str]) -> list[list[str]]:
-        """The images of each pass, within the budget of patches."""
+        """The images of each pass, within the budget of patches. All ranks that share out the tower
+        call it."""
+        if not digests:
+            return self.join_passes([])
         patches = np.array([self.count_patches(digest) for digest in digests], dtype=np.int32)
         plan = _core.plan_padding_free(patches, self._cfg.patch_budget)
-        return [[digests[place] for place in sorted(part)] for part in plan.to_lists()]
+        passes = [[digests[place] for place in sorted(part)] for part in plan.to_lists()]
+        if self.is_sharded:
+            images = [[self._processor.process(digest) for digest in part] for part in passes]
+            passes = [
+                [part[place] for place in places]
+                for part, own in zip(passes, images, strict=True)
+                for places in divide_in_passes(own)
+            ]
+        return self.join_passes(passes)
+
+    def join_passes(self, passes: list[list[str]]) -> list[list[str]]:
+        """`passes`, and so many without images that all ranks that share out the tower have equally
+        many. Example: [[a], [b]] beside a rank of three is [[a], [b], []]."""
+        if not self.is_sharded:
+            return passes
+        [most] = ranks.max_over_ranks([float(len(passes))], self._cfg.model_device)
+        return passes + [[]] * (int(most) - len(passes))
 
     def count_patches(self, digest: str) -> int:
         """The patches of an image. Raises BudgetError for more than one pass may have."""
@@ -172,7 +213,8 @@ class ImagePass:
     def __init__(self, encoder: ImageEncoder, batch: MicroBatches) -> None:
         self._encoder, self._places = encoder, _list_images(batch)
         digests = list(dict.fromkeys(self._places))
-        self._passes = encoder.plan_passes(digests) if digests and encoder.is_trained else []
+        is_trained = (bool(digests) or encoder.is_sharded) and encoder.is_trained
+        self._passes = encoder.plan_passes(digests) if is_trained else []
         self._states: list[dict[str, Any]] = []
         """Of the random generators before each pass: dropout draws the same masks when it is
         computed again."""
@@ -180,13 +222,13 @@ class ImagePass:
         """With graph, of a single pass."""
         self._sums: dict[Tensor, Tensor] = {}
         """Half-precision leaf -> the sum of its gradients in float32."""
-        self._features = encoder.find(digests) if digests and not self._passes else {}
+        self._features = {} if is_trained else encoder.find(digests)
         for part in self._passes:
             self._states.append(rng_state())
             with torch.set_grad_enabled(len(self._passes) == 1):
                 made = encoder.encode(part)
             self._made = made if len(self._passes) == 1 else []
-            for digest, each in zip(part, made, strict=True):
+            for digest, each in zip(part, made, strict=False):
                 self._features[digest] = each.with_tensors([tensor.detach().requires_grad_() for tensor in each.tensors])
 
     def bind(self, batch: MicroBatch) -> MicroBatch:
@@ -211,9 +253,12 @@ class ImagePass:
                     made = self._encoder.encode(part)
             pairs = [
                 (tensor, self._sums.get(leaf, leaf.grad))
-                for digest, each in zip(part, made, strict=True)
+                for digest, each in zip(part, made, strict=False)
                 for tensor, leaf in zip(each.tensors, self._features[digest].tensors, strict=True)
             ]
+            if self._encoder.is_sharded:  # ranks join in each backward pass
+                pairs = [(tensor, torch.zeros_like(tensor) if grad is None else grad) for tensor, grad in pairs]
+                pairs += [] if part else [(tensor, torch.zeros_like(tensor)) for each in made for tensor in each.tensors]
             given = [
                 (tensor, gradient.to(tensor.dtype)) for tensor, gradient in pairs if tensor.requires_grad and gradient is not None
             ]

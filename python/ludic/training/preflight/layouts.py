@@ -149,7 +149,7 @@ def _find_image_fault(model: nn.Module, layout: str) -> str | None:
         return None
     try:
         with preserved_rng():
-            return check_images(unwrap_transformer(model), processor).reasons.get(layout)
+            return check_images(model, processor).reasons.get(layout)
     except ConfigError as error:  # text may still be trained
         return str(error)
 
