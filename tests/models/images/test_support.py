@@ -1,6 +1,8 @@
 """What is found out about a model on probe images."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -53,9 +55,17 @@ def test_the_exact_layouts_are_found_by_measurement(name, layouts, several, capl
     ("name", "why"), [("paligemma", "PaliGemma.* in both directions"), ("mllama", "Mllama.* takes no .*mm_encoder_outputs")]
 )
 def test_models_that_cannot_be_trained_on_images_are_refused_in_a_line(name, why):
+    model, processor = make_tiny_vision(name)
     with pytest.raises(ConfigError, match=why) as caught:
-        check_images(*make_tiny_vision(name))
+        check_images(model, processor)
     assert "\n" not in str(caught.value)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a pass that other ranks would not join"))
+    with pytest.raises(ConfigError, match=why):
+        check_images(model, processor)
+    known = weakref.ref(model)
+    del model, processor, caught
+    gc.collect()
+    assert known() is None
 
 
 def test_a_processor_with_other_numbers_of_placeholders_is_refused():

@@ -55,7 +55,8 @@ class ImageSupport:
     """Why a layout is not exact."""
 
 
-_known: WeakKeyDictionary[nn.Module, ImageSupport | ConfigError] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, ImageSupport | str] = WeakKeyDictionary()
+"""What is known of a model; the message of the error for one that cannot be trained on images."""
 
 
 def check_images(model: nn.Module, processor: ImageProcessor) -> ImageSupport:
@@ -69,9 +70,9 @@ def check_images(model: nn.Module, processor: ImageProcessor) -> ImageSupport:
             try:
                 _known[inner] = _check(model if is_sharded(model) else inner, probe)
             except ConfigError as error:  # raised again without a pass, which another rank would not join
-                _known[inner] = error
-    if isinstance(support := _known[inner], ConfigError):
-        raise support
+                _known[inner] = str(error)
+    if isinstance(support := _known[inner], str):
+        raise ConfigError(support)
     processor.reads_several = support.several
     return support
 
