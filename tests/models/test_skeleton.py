@@ -54,11 +54,9 @@ def test_stored_buffers_have_the_dtype_of_those_that_are_loaded(architecture, tm
 
 
 def test_a_skeleton_of_a_classifier_has_its_head(tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
     scoring_model("Qwen2").save_pretrained(tmp_path)
     loaded, _ = load_classifier(str(tmp_path), "float32", description="model", num_labels=1)
-    assert_is_skeleton_of(load_skeleton(str(tmp_path), "float32", AutoModelForSequenceClassification, num_labels=1), loaded)
+    assert_is_skeleton_of(load_skeleton(str(tmp_path), "float32", scores=True, num_labels=1), loaded)
 
 
 def test_a_skeleton_of_adapters_is_that_of_the_model_they_are_merged_into(tmp_path):

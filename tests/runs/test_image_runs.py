@@ -7,10 +7,12 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from commands import ludic, refused, train_until
 from graded_shapes import SETTINGS as SHAPES
 from image_spans import draw_picture
 from PIL import Image
+from safetensors.torch import load_file
 from tiny_vision import make_tiny_vision
 
 from ludic.images.store import ImageStore, current_store
@@ -158,3 +160,52 @@ def test_the_limit_of_pixels_holds_for_the_small_model():
         processor = find_processor(build_policy(compose(["recipe=shapes", *SMALL, *more]))[0])
         counts.append(processor.process(processor.store.add(np.zeros((24, 24, 3), dtype=np.uint8))).num_patches)
     assert counts == [36, 16]
+
+
+def write_pairs(folder, count=24):
+    """Pairs of which the image alone says which text is better: each text is chosen for one picture
+    and rejected for another."""
+    rows = [json.loads(line) for line in write_rows(folder, count).read_text().splitlines()]
+    texts = ["12"[number % 2] for number in range(count)]
+    pairs = [
+        {"prompt": row["prompt"], "images": row["images"], "chosen": text, "rejected": "12"[text == "1"]}
+        for row, text in zip(rows, texts, strict=True)
+    ]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return path
+
+
+def read_weights(folder):
+    [path] = (folder / "model").glob("*.safetensors")
+    return load_file(path)
+
+
+def test_a_reward_model_sees_images_is_saved_with_its_tower_and_rewards_answers(tmp_path):
+    data, out = write_pairs(tmp_path / "data"), f"output={tmp_path}"
+    ludic("train-rm", f"data={data}", *VISION, "images.tower=trained", "steps=0", out, "name=before")
+    train = ["train-rm", f"data={data}", f"model={tmp_path / 'before'}", "steps=2", "batch_size=4", "trainer.lr=1e-2"]
+    ludic(*train, "images.tower=trained", out, "name=trained")
+    before, trained = (read_weights(tmp_path / name) for name in ("before", "trained"))
+    of_tower = {name for name in before if name.startswith("visual.")}
+    assert of_tower
+    assert not any(torch.equal(before[name], trained[name]) for name in of_tower if "bias" not in name)
+    ludic("sft", f"data={tmp_path / 'data' / 'rows.jsonl'}", *VISION, "steps=0", "heldout=0", out, "name=policy")
+    asked = ["train", f"model={tmp_path / 'policy'}", f"data={tmp_path / 'data' / 'rows.jsonl'}"]
+    judged = [f"reward_model={tmp_path / 'trained'}", "steps=1", "evaluation.prompts=2", "rollout.max_new_tokens=2"]
+    ludic(*asked, *judged, "rollout.prompts=2", "rollout.group_size=2", out, "name=judged")
+    rollouts = [json.loads(line) for line in (tmp_path / "judged" / "rollouts.jsonl").read_text().splitlines()]
+    assert all(one["meta"]["rm_score_from"] == "tokens" for one in rollouts)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "train-rm"])
+def test_a_tower_beside_adapters_is_not_left_untrained_in_silence(tmp_path, command):
+    data = write_rows(tmp_path / "data") if command == "sft" else write_pairs(tmp_path / "data")
+    message = refused(command, f"data={data}", *VISION, "lora.rank=2", "images.tower=trained", f"output={tmp_path / 'runs'}")
+    assert "images.tower (trained)" in message
+
+
+def test_a_reward_model_of_text_has_no_settings_of_images(tmp_path):
+    data = write_pairs(tmp_path / "data")
+    message = refused("train-rm", f"data={data}", *SMALL, "images.tower=trained", f"output={tmp_path / 'runs'}")
+    assert "images is set, and Qwen2ForSequenceClassification sees none" in message

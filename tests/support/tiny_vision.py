@@ -10,6 +10,7 @@ import torch
 from ludic.images.store import ImageStore
 from ludic.models.byte_tokenizer import BOS_ID, EOS_ID, PAD_ID, make_byte_tokenizer
 from ludic.models.images.processor import ImageProcessor, attach_processor
+from ludic.models.loading import choose_class
 
 EXTRA = ("<image>", "<video>", "<start>", "<end>", "<fake_token_around_image>", "<global-img>", "<break>", "<soft>")
 FIRST = 259
@@ -184,14 +185,16 @@ PADDED = ("qwen3_5", "lfm2_vl")
 """The models that are exact in padded rows alone."""
 
 
-def make_tiny_vision(name, seed=0):
-    """(model, its `ImageProcessor`, which is attached). `name` is in `CONFIGS`. The images are in a
-    store of its own."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+def make_tiny_vision(name, seed=0, scores=False):
+    """(model, its `ImageProcessor`, which is attached). `name` is in `CONFIGS`; with `scores` the
+    model has one score. The images are in a store of its own."""
+    from transformers import AutoConfig
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name.removesuffix("_wide"), **CONFIGS[name])
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    if scores:
+        config.num_labels, config.get_text_config().pad_token_id = 1, PAD_ID
+    model = choose_class(config, scores=scores).from_config(config, attn_implementation="sdpa").eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim >= 2:

@@ -11,6 +11,7 @@ from reward_models import FakeRewardModel, reward_model, rollout, score_alone
 
 from ludic.errors import ConfigError, DataError, GradingError, InferenceError
 from ludic.inference import LocalRewardModel
+from ludic.inference.reward_types import ImageTokens
 from ludic.training import (
     EnvSpec,
     EpisodicReturn,
@@ -79,6 +80,18 @@ def test_a_model_that_is_sent_text_does_not_score_answers_to_images():
     assert list(errors) == ["a"]
     assert score(RewardModelScorer(client, render_fn=lambda one: "described"), seeing) == {}
     assert client.calls[-1][0] == ["described"]
+
+
+def test_a_model_that_sees_images_gets_them_with_the_tokens():
+    """Answers of equal tokens to other images are other inputs."""
+    client = FakeRewardModel(tokenizer=tokenizer())
+    client.reads_images = True
+    answers = [rollout(name, ("what?", "4"), ids=TRACE) for name in "abc"]
+    for answer, digest in zip(answers, "xyx", strict=True):
+        answer.steps[-1].trace = replace(answer.steps[-1].trace, images=(ImageSpan(digest, 0, 2),))
+    assert score(RewardModelScorer(client, policy_tokenizer=tokenizer()), *answers) == {}
+    ids = (*TRACE[0], *TRACE[1])
+    assert client.calls[0][0] == [ImageTokens(ids, (ImageSpan(digest, 0, 2),)) for digest in "xy"]
 
 
 class Template:

@@ -13,9 +13,21 @@ from typing import Any, TypeVar
 
 from ludic.errors import ConfigError, DataTypeError, check_value
 from ludic.models.names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, strip_peft_parts
+from ludic.types import ImageSpan
 
 ScoringInput = str | tuple[int, ...]
 """A text, or its token ids."""
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """Token ids with images, for a client with `reads_images`."""
+
+    ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 class PoolingType(StrEnum):

@@ -3,6 +3,7 @@ safetensors, never from pickle, and no code that comes with a model is run."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -81,22 +82,54 @@ def load_config(place: str, options: Mapping[str, Any] | None = None) -> Any:
     return AutoConfig.from_pretrained(place, trust_remote_code=False, **_select_place(options or {}))
 
 
-def choose_class(config: Any) -> Any:
+def choose_class(config: Any, *, scores: bool = False) -> Any:
     """The class of transformers that makes the model of a config: of images and text if the config
-    has a tower for images, otherwise of text. Raises ConfigError if it makes neither."""
+    has a tower for images, otherwise of text; with `scores` a classifier of either. Raises
+    ConfigError if it makes neither."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
     )
 
+    if scores:
+        _register_classifier(config)
+        return AutoModelForSequenceClassification
     of_text = (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
     of_images = (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     for kind, known in (of_images, of_text) if sees_images(config) else (of_text, of_images):
         if type(config) in known:
             return kind
     raise ConfigError(f"{config.model_type} is no architecture that continues a text; name a causal language model")
+
+
+def _register_classifier(config: Any) -> None:
+    """Let transformers make a classifier of a model that sees images, where it has none: the model,
+    and a head `score` on its last states. vLLM makes one of the same name. Raises ConfigError for
+    other models without a classifier."""
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_MAPPING,
+        AutoModelForSequenceClassification,
+    )
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    kind = type(config)
+    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return
+    whole, inner = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, None), MODEL_MAPPING.get(kind, None)
+    if whole is None or "mm_encoder_outputs" not in inspect.signature(inner.forward).parameters:
+        raise ConfigError(f"no model with a head for scores is made of {config.model_type} ({config.name_or_path}); name another")
+    base = next(each for each in whole.__mro__ if each.__name__.endswith("PreTrainedModel"))
+    name = whole.__name__.partition("For")[0] + "ForSequenceClassification"
+    made = type(name, (GenericForSequenceClassification, base), {"__module__": base.__module__})
+    if (names_in_files := get_checkpoint_conversion_mapping(whole.__name__)) is not None:
+        register_checkpoint_conversion_mapping(name, names_in_files, overwrite=True)
+    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
 
 
 def find_stored_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
@@ -194,21 +227,18 @@ def explain_load_errors(failure: str) -> Iterator[None]:
 def load_classifier(source: str, dtype: str, *, description: str, **options: Any) -> tuple[Any, set[str]]:
     """(model for sequence classification, names of the weights that its files do not have).
 
-    `options` go to `from_pretrained`, such as `num_labels`; errors call the model by its
-    `description`.
+    `options` go to `from_pretrained`, such as `num_labels`, and to `load_processor`; errors call
+    the model by its `description`.
     """
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
-
     check_dtype(dtype)
     place = locate_model(source)
+    of_model, _ = split_options(options)
     failure = f"{description} could not be loaded with a head for scores"
     try:
         with explain_load_errors(failure), _without_load_report():
-            config = load_config(place, options)
-            if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-                raise ConfigError(f"{failure}: transformers has no such class for {config.model_type}")
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
-                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+            kind = choose_class(load_config(place, options), scores=True)
+            model, loading = kind.from_pretrained(
+                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **of_model
             )
     except RuntimeError as error:
         raise ConfigError(f"{failure}: {error}") from error

@@ -48,12 +48,12 @@ def _make_empty(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
-def load_skeleton(source: str, dtype: str, model_class: Any = None, **options: Any) -> Any:
-    """The model that `load_model` loads, without its weights: only its config is read. Stored
-    buffers have the values that the model begins with, not the values of the files.
+def load_skeleton(source: str, dtype: str, *, scores: bool = False, **options: Any) -> Any:
+    """The model that `load_model` loads, or with `scores` the one of `load_classifier`, without its
+    weights: only its config is read. Stored buffers have the values that the model begins with, not
+    the values of the files.
 
-    model_class: a class of transformers with `from_config`. None means the class that `load_model`
-    chooses. options: fields of the config, such as `num_labels`; `min_pixels` and `max_pixels`.
+    options: fields of the config, such as `num_labels`; `min_pixels` and `max_pixels`.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig
@@ -61,11 +61,11 @@ def load_skeleton(source: str, dtype: str, model_class: Any = None, **options: A
     check_dtype(dtype)
     place = locate_model(source)
     if holds_only_adapters(place):  # their model is merged
-        return load_skeleton(find_adapter_base(Path(place)), dtype, model_class, **options)
+        return load_skeleton(find_adapter_base(Path(place)), dtype, scores=scores, **options)
     config = AutoConfig.from_pretrained(place, trust_remote_code=False, **split_options(options)[0])
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with init_empty_weights(include_buffers=False):
-        model = (model_class or choose_class(config)).from_config(config, dtype=chosen, trust_remote_code=False)
+        model = choose_class(config, scores=scores).from_config(config, dtype=chosen, trust_remote_code=False)
     # `from_pretrained` keeps some tensors in float32, which the class names by patterns, such as
     # `e_score_correction_bias`.
     strict, half = set(model._keep_in_fp32_modules_strict or ()), set(model._keep_in_fp32_modules or ())

@@ -17,12 +17,12 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.images.features import set_trained_parts
 from ludic.models.images.processor import attach_processor, find_processor
 from ludic.models.images.small import (
+    draw_image_model,
     make_image_tokenizer,
     make_small_image_config,
-    make_small_image_model,
     make_small_processor,
 )
-from ludic.models.loading import check_dtype, load_classifier, load_model, load_tokenizer
+from ludic.models.loading import check_dtype, choose_class, load_classifier, load_model, load_tokenizer
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.packed_attention import pin_rope
 from ludic.models.quantization import QuantizationSettings, find_quantized_layers, quantize_layers, require_bitsandbytes
@@ -55,19 +55,29 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
 def build_model(recipe: Recipe | EpochsRecipe, tokenizer: Any) -> Any:
     """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`. A
     rank that gets its weights from rank 0 reads none from files."""
-    limits = {"max_pixels": recipe.images.max_pixels, "min_pixels": recipe.images.min_pixels}
     if recipe.model is not None:
         load = load_skeleton if has_no_weights(recipe.sharding) else load_model
-        model = load(recipe.model, recipe.dtype, **limits, **model_options(recipe))
+        model = load(recipe.model, recipe.dtype, **list_limits(recipe), **model_options(recipe))
     else:
         model = make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
-        if recipe.network.kind == "qwen2_vl":
-            attach_processor(model, make_small_processor(tokenizer, model.config, **limits))
+    pin_rope(model, recipe.trainer.max_seq_len)  # what only samples has it from here
+    return fit_images(model, recipe, tokenizer)
+
+
+def list_limits(recipe: Any) -> dict[str, Any]:
+    """The arguments of `load_processor` that the recipe has."""
+    return {"max_pixels": recipe.images.max_pixels, "min_pixels": recipe.images.min_pixels}
+
+
+def fit_images(model: Any, recipe: Recipe | EpochsRecipe, tokenizer: Any) -> Any:
+    """The model, fitted to the `tokenizer`, with the tower that the recipe trains; a small one with
+    its processor. Raises ConfigError for settings of images that it does not have."""
+    if recipe.model is None and recipe.network.kind == "qwen2_vl":
+        attach_processor(model, make_small_processor(tokenizer, model.config, **list_limits(recipe)))
     if find_processor(model) is not None:
         set_trained_parts(model, recipe.images.tower)
     elif recipe.images != ImagesSection():
         raise ConfigError(f"images is set, and {type(model).__name__} sees none; name a model that does, or leave it out")
-    pin_rope(model, recipe.trainer.max_seq_len)  # what only samples has it from here
     if tokenizer is not None:
         fit_tokenizer(model, tokenizer)
     return model
@@ -131,15 +141,14 @@ def check_vocabulary(setting: str, source: str, tokenizer: Any) -> None:
         raise ConfigError(f"{setting} ({source}) must have the policy's vocabulary; name a model with the policy's tokenizer")
 
 
-def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
-    """A Qwen2 or Qwen2-VL over the tokens of `tokenizer`, by default over bytes. With the settings
-    of most built-in recipes it has 427,520 parameters."""
+def make_small_model(network: NetworkSection, tokenizer: Any = None, *, scores: bool = False) -> Any:
+    """A Qwen2 or Qwen2-VL over the tokens of `tokenizer`, by default over bytes; with `scores` it
+    has one score. With the settings of most built-in recipes it has 427,520 parameters."""
     config = make_small_config(network, tokenizer)
-    if network.kind == "qwen2_vl":
-        return make_small_image_model(config)
-    from transformers import Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(config)
+    if scores:
+        config.num_labels = 1
+    model = choose_class(config, scores=scores).from_config(config)
+    return draw_image_model(model) if network.kind == "qwen2_vl" else model
 
 
 def small_dtype(dtype: str) -> torch.dtype:
@@ -247,7 +256,10 @@ def add_adapters(model: Any, recipe: Recipe | EpochsRecipe, *, seed: int, device
     model = quantize_base(model, recipe, device)
     with preserved_rng():
         torch.manual_seed(seed)
-        return apply_settings(model, settings)
+        adapted = apply_settings(model, settings)
+    if find_processor(adapted) is not None:
+        set_trained_parts(adapted, recipe.images.tower)
+    return adapted
 
 
 def apply_settings(model: Any, settings: LoraSettings) -> Any:
@@ -269,20 +281,15 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     caller seeds. LoRA adapters are added if the recipe asks for them. Raises ConfigError if weights
     that were drawn would then stay untrained.
     """
-    drawn, options = set[str](), model_options(recipe)
+    drawn, options = set[str](), {"num_labels": 1, **list_limits(recipe), **model_options(recipe)}
     if recipe.model is None:
-        from transformers import Qwen2ForSequenceClassification
-
-        config = make_small_config(recipe.network, tokenizer)
-        config.num_labels = 1
-        model = Qwen2ForSequenceClassification(config).to(small_dtype(recipe.dtype))
+        model = make_small_model(recipe.network, tokenizer, scores=True).to(small_dtype(recipe.dtype))
     elif has_no_weights(recipe.sharding):
-        from transformers import AutoModelForSequenceClassification
-
-        model = load_skeleton(recipe.model, recipe.dtype, AutoModelForSequenceClassification, num_labels=1, **options)
+        model = load_skeleton(recipe.model, recipe.dtype, scores=True, **options)
     else:
         about = f"model ({recipe.model})"
-        model, drawn = load_classifier(recipe.model, recipe.dtype, description=about, num_labels=1, **options)
+        model, drawn = load_classifier(recipe.model, recipe.dtype, description=about, **options)
+    fit_images(model, recipe, tokenizer)
     model.config.pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     adapted = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)

@@ -233,15 +233,13 @@ class MemoryEstimator:
         return dtype
 
     def _build(self, dtype: torch.dtype, settings: Settings) -> nn.Module:
-        from transformers import AutoModelForSequenceClassification
-
-        kind = AutoModelForSequenceClassification if self._scores else choose_class(self.config)
+        kind = choose_class(self.config, scores=self._scores)
         if self._scores:
             self.config.num_labels = 1
             self.config.pad_token_id = self.config.pad_token_id or 0  # a classifier has no batch without one
         with torch.device("meta"):
             model: nn.Module = kind.from_config(self.config, dtype=dtype, trust_remote_code=False)
-        if not self._scores and sees_images(self.config):
+        if sees_images(model.config):
             set_trained_parts(model, self._tower)
         model.train()
         adapters = build_lora_settings(settings.lora)

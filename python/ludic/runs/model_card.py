@@ -210,11 +210,11 @@ def explain_loading(
     classes = f"{auto}, Auto{reader.capitalize()}"
     serve = "--runner pooling " if command == "train-rm" else ""
     where = ["`FOLDER` is this folder or repository."]
+    named = base or "BASE"
     if not is_adapter:
         imports, code = f"from transformers import {classes}", f'model = {auto}.from_pretrained("FOLDER")'
         served = f"vllm serve FOLDER {serve}".strip()
     else:
-        named = base or "BASE"
         if base is None:
             where = ["`FOLDER` is this folder or repository, and `BASE` the model that the adapters adapt."]
         labels = ", num_labels=1" if command == "train-rm" else ""
@@ -229,6 +229,10 @@ def explain_loading(
                 f"The adapters were trained over a base whose weights are stored in {kind}. Over the plain base they give nearly, but not "
                 "exactly, the model that was trained."
             )
+    if command == "train-rm" and sees_images:
+        place = named if is_adapter else "FOLDER"
+        imports = f"from ludic.models.loading import choose_class, load_config\n{imports}"
+        code = f'choose_class(load_config("{place}"), scores=True)  # a class that transformers may lack\n{code}'
     return (
         f"## How to load it\n\n{' '.join(where)}\n\n```python\n{imports}\n\n{code}\n"
         f'{reader} = Auto{reader.capitalize()}.from_pretrained("FOLDER")\n```\n\n```bash\n{served}\n```'

@@ -14,14 +14,16 @@ from ludic.errors import ConfigError, DataError, GradingError, check_value
 from ludic.event_loop import await_if_needed
 from ludic.images.content import show_content
 from ludic.inference.prompts.template import ChatTemplate, read_template_kwargs
-from ludic.inference.reward_types import ScoringInput
+from ludic.inference.reward_types import ImageTokens, ScoringInput
 from ludic.training.credit_assignment import CombineMode, read_score, score_coefficients
 from ludic.training.types import RolloutScorer
-from ludic.types import Message, Rollout, read_list, stored
+from ludic.types import Message, Rollout, TokenTrace, read_list, stored
 
 logger = logging.getLogger(__name__)
 
 RenderFn = Callable[[Rollout], str]
+Scored = ScoringInput | ImageTokens
+"""What a client scores."""
 SCORE_INFO = "rewards/reward_model"
 TASK_REWARD_INFO = "rewards/task"
 
@@ -52,7 +54,7 @@ class RewardModelScorer:
        last step's prompt and its answer, or else observations and actions in turn, after
        `system_prompt` if they have no system message;
     3. the sampled tokens of the last step, prompt and completion, if `policy_tokenizer` is set and
-       the client can score its token ids;
+       the client can score its token ids; with their images, if it has `reads_images`;
     4. observations and actions as text, one per line.
 
     `meta[score_key + "_from"]` is `tokens` or `text`. Text is an approximation: it is tokenised
@@ -95,7 +97,7 @@ class RewardModelScorer:
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
         """Score the rollouts in place. Returns rollout id -> error for rollouts without a score."""
         errors: dict[str, Exception] = {}
-        inputs: dict[str, list[ScoringInput]] = {}
+        inputs: dict[str, list[Scored]] = {}
         for rollout in rollouts:
             rollout.meta.pop(self.score_key, None)
             try:
@@ -105,7 +107,7 @@ class RewardModelScorer:
         distinct = list(dict.fromkeys(each for listed in inputs.values() for each in listed))
         batches = [distinct[start : start + self.batch_size] for start in range(0, len(distinct), self.batch_size)]
         results = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
-        scores: dict[ScoringInput, Any] = dict(zip(distinct, (score for result in results for score in result), strict=True))
+        scores: dict[Scored, Any] = dict(zip(distinct, (score for result in results for score in result), strict=True))
         for rollout in rollouts:
             if rollout.id not in inputs:
                 continue
@@ -121,12 +123,12 @@ class RewardModelScorer:
                 rollout.meta[f"{self.score_key}_steps"] = [[len(i) - before, s] for i, s in zip(scored, found, strict=True)]
         return errors
 
-    async def _score_batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
+    async def _score_batch(self, inputs: Sequence[Scored]) -> list[float | Exception]:
         """Return a score or an error for each input. If the client raises DataError for the
         batch, its halves are scored separately, down to the invalid input."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                batch = [each if isinstance(each, str) else list(each) for each in inputs]
+                batch = [list(each) if isinstance(each, tuple) else each for each in inputs]
                 scores = await await_if_needed(self.client.score_batch(batch, normalize=self.normalize))
             if len(scores) != len(inputs):
                 raise GradingError(f"the reward model returned {len(scores)} scores for {len(inputs)} inputs, not one each")
@@ -142,8 +144,9 @@ class RewardModelScorer:
         except Exception as error:
             return [_failure(error)] * len(inputs)
 
-    def _model_inputs(self, rollout: Rollout) -> list[ScoringInput]:
-        if self.render_fn is None and any(step.trace is not None and step.trace.images for step in rollout.steps):
+    def _model_inputs(self, rollout: Rollout) -> list[Scored]:
+        has_images = any(step.trace is not None and step.trace.images for step in rollout.steps)
+        if self.render_fn is None and has_images and not self._reads_images():
             raise DataError(
                 f"rollout {rollout.id} has images, which a reward model that is sent text does not see; set render_fn"
             )
@@ -156,9 +159,9 @@ class RewardModelScorer:
             raise DataError(f"step_end ({self.step_end!r}) needs a reward model that reads sampled ids; pass policy_tokenizer")
         prompt, answer = read_list(trace, "prompt_token_ids"), read_list(trace, "completion_token_ids")
         ends = find_step_ends(answer, self.step_end, self.policy_tokenizer)
-        return [(*prompt, *answer[: end + 1]) for end in ends]
+        return [_as_input(trace, (*prompt, *answer[: end + 1])) for end in ends]
 
-    def _model_input(self, rollout: Rollout) -> ScoringInput:
+    def _model_input(self, rollout: Rollout) -> Scored:
         if not rollout.steps:
             raise DataError(f"rollout {rollout.id} has no step; there is nothing to score")
         if self.render_fn is not None:
@@ -169,8 +172,11 @@ class RewardModelScorer:
             return str(ChatTemplate(self.tokenizer).apply(messages, prompt=False, tokenize=False, **arguments))
         trace = rollout.steps[-1].trace
         if trace is not None and self._reads_ids():
-            return (*read_list(trace, "prompt_token_ids"), *read_list(trace, "completion_token_ids"))
+            return _as_input(trace, (*read_list(trace, "prompt_token_ids"), *read_list(trace, "completion_token_ids")))
         return "\n".join(text for step in rollout.steps for text in (show_content(step.prev_obs), step.action))
+
+    def _reads_images(self) -> bool:
+        return not self.use_chat_template and bool(getattr(self.client, "reads_images", False)) and self._reads_ids()
 
     def _reads_ids(self) -> bool:
         if self._takes_ids is None:
@@ -251,6 +257,10 @@ def build_conversation(rollout: Rollout, system_prompt: str | None = None) -> li
     if system_prompt and not any(message.get("role") == "system" for message in messages):
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
+
+
+def _as_input(trace: TokenTrace, ids: tuple[int, ...]) -> Scored:
+    return ImageTokens(ids, trace.images) if trace.images else ids
 
 
 def _failure(error: Exception) -> Exception:

@@ -9,11 +9,14 @@ import pytest
 import torch
 from chat_families import gemma_that_begins_texts
 from hypothesis import given, settings, strategies as st
+from image_samples import make_sample, seven_samples
 from playing import tokenizer
 from reward_models import EOS, PAD, reward_model, score_alone
+from tiny_vision import make_picture, make_tiny_vision
 
 from ludic.errors import ConfigError, DataError
 from ludic.inference import LocalRewardModel, PoolingType, ScoringRequest
+from ludic.inference.reward_types import ImageTokens
 from ludic.models.byte_tokenizer import make_line_tokenizer
 
 IDS = st.lists(st.integers(0, 271), min_size=1, max_size=60)
@@ -193,3 +196,27 @@ def test_cancelled_scores_are_not_computed():
     asyncio.run(scenario())
     assert len(computed) < 100
     assert not client._busy.locked(), "what runs when the loop is closed was waited for"
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava", "gemma3"])
+def test_answers_to_images_are_scored_as_transformers_does_from_pixels(name):
+    model, processor = make_tiny_vision(name, scores=True)
+    samples = seven_samples(processor)
+    client = LocalRewardModel(model, processor.tokenizer, micro_token_budget=200)
+    assert client.reads_images
+    got = scores(client, [ImageTokens(tuple(each.ids), each.spans) if each.spans else each.ids for each in samples])
+    with torch.no_grad():
+        expected = [model(**each.inputs).logits.item() for each in samples]
+    assert got == pytest.approx(expected, abs=1e-4)
+    assert len({round(each, 3) for each in expected}) == len(samples)
+    assert not LocalRewardModel(reward_model()).reads_images
+
+
+def test_an_image_that_has_other_tokens_than_for_the_policy_is_refused():
+    model, processor = make_tiny_vision("qwen2_vl", scores=True)
+    digest = processor.store.add(make_picture(32, 32))
+    sample = make_sample(processor, ["what? ", digest], [100])
+    [span] = sample.spans
+    cut = ImageTokens(tuple(sample.ids[: span.start + 9]), (span._replace(length=9),))
+    with pytest.raises(DataError, match=rf"{digest} has 9 tokens .* 16 for reward_model.*images.max_pixels"):
+        scores(LocalRewardModel(model), [cut])

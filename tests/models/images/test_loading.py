@@ -43,6 +43,23 @@ def test_a_saved_model_is_loaded_with_its_tower_and_its_processor(name, tmp_path
     assert type(AutoProcessor.from_pretrained(tmp_path / "model")) is type(processor.processor)
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "idefics3", "internvl", "mistral3", "gemma3"])
+def test_a_classifier_has_all_weights_of_the_model_and_a_new_head(name, tmp_path):
+    model, processor = save(name, tmp_path / "model")
+    made, missing = load_classifier(str(tmp_path), "float32", description="model", num_labels=1)
+    assert missing == {"score.weight"}
+    own = made.state_dict()
+    assert all(torch.equal(own[key], value) for key, value in model.state_dict().items() if not key.startswith("lm_head"))
+    save_policy(made, processor.tokenizer, tmp_path / "again")
+    again, missing = load_classifier(str(tmp_path / "again"), "float32", description="model", max_pixels=None)
+    assert not missing
+    assert all(torch.equal(own[key], value) for key, value in again.state_dict().items())
+    assert find_processor(again).fingerprint == processor.fingerprint
+    skeleton = load_skeleton(str(tmp_path / "again"), "float32", scores=True)
+    assert type(skeleton) is type(again)
+    assert type(again).__name__ == type(model).__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+
+
 def test_a_skeleton_and_a_checkpoint_have_the_processor(tmp_path):
     model, processor = save("qwen2_vl", tmp_path / "model")
     skeleton = load_skeleton(str(tmp_path / "model"), "float32", max_pixels=256)
@@ -99,8 +116,8 @@ def test_a_config_without_a_tower_is_a_causal_model_and_others_are_refused_in_a_
         with pytest.raises(ConfigError, match=f"{config.model_type} is no architecture") as caught:
             choose_class(config)
         assert "\n" not in str(caught.value)
-    make_tiny_vision("llava")[0].save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"with a head for scores: .* llava") as caught:
+    make_tiny_vision("mllama")[0].save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"with a head for scores .* mllama .*name another") as caught:
         load_classifier(str(tmp_path), "float32", description="model", num_labels=1)
     assert "\n" not in str(caught.value)
 
@@ -174,6 +191,17 @@ def test_the_card_of_such_a_model_names_its_classes():
     assert "AutoModelForImageTextToText" in text
     assert "processor = AutoProcessor" in text
     assert "AutoModelForCausalLM" in explain_loading("sft", {}, base=None, is_adapter=False)
+
+
+def test_the_card_of_a_reward_model_loads_it(tmp_path):
+    _, processor = save("llava", tmp_path / "model")
+    made, _ = load_classifier(str(tmp_path), "float32", description="model", num_labels=1)
+    save_policy(made, processor.tokenizer, tmp_path / "scores")
+    text = explain_loading("train-rm", {}, base=None, is_adapter=False, sees_images=True)
+    code = text.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(tmp_path / "scores"))
+    out = subprocess.run([sys.executable, "-c", f"{code}\nprint(type(model).__name__)"], capture_output=True, text=True)
+    assert out.stdout.split() == ["LlavaForSequenceClassification"], out.stderr
+    assert 'load_config("BASE")' in explain_loading("train-rm", {}, base=None, is_adapter=True, sees_images=True)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "llava"])

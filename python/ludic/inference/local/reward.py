@@ -18,8 +18,10 @@ from ludic import _core
 from ludic.errors import ConfigError, DataError, InferenceError, check_value
 from ludic.event_loop import run_in_thread
 from ludic.inference.local.decode import Bounds
+from ludic.inference.local.images import BatchImages
 from ludic.inference.prompts.template import encode_text, reads_same_ids
 from ludic.inference.reward_types import (
+    ImageTokens,
     PoolingType,
     RewardModelTrainingMode,
     ScoringRequest,
@@ -28,9 +30,14 @@ from ludic.inference.reward_types import (
     check_one_label,
     select_trained_weights,
 )
+from ludic.models.images.features import Features
+from ludic.models.images.processor import find_processor, require_processor
+from ludic.models.images.rows import RowImages
+from ludic.models.images.support import check_images
 from ludic.models.packed_attention import pin_rope
 from ludic.models.published import copy_weights
 from ludic.models.wrappers import evaluation_mode
+from ludic.types import ImageSpan
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +57,8 @@ class LocalRewardModel:
     Sequences are packed by length into forward passes of at most `micro_token_budget` tokens,
     including padding, by the same planner as in training. Equal inputs give equal scores; other
     sequences in the same pass may change the last digits of float32.
+
+    A model that sees images also scores `ImageTokens`, whose images are in the store.
     """
 
     def __init__(
@@ -66,6 +75,8 @@ class LocalRewardModel:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._budget, self._add_special_tokens = micro_token_budget, add_special_tokens
         self._body, self._head = _body_and_head(model)
+        processor = find_processor(model)
+        self._placeholder_id = -1 if processor is None else processor.placeholder_id
         self._busy = threading.Lock()
         """Held while sequences are scored and while weights are copied."""
         self._version = 0
@@ -82,9 +93,14 @@ class LocalRewardModel:
         without decoding."""
         return reads_same_ids(self.tokenizer, tokenizer)
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether it scores `ImageTokens`."""
+        return self._head is not None and find_processor(self.model) is not None
+
     async def score_batch(
         self,
-        inputs: Sequence[str | Sequence[int]],
+        inputs: Sequence[str | Sequence[int] | ImageTokens],
         *,
         normalize: bool = True,
         pooling_type: PoolingType | None = None,
@@ -142,11 +158,12 @@ class LocalRewardModel:
             metadata={"pooling_type": request.pooling_type.value, "normalize": request.normalize},
         )
 
-    def _logits(self, inputs: Sequence[str | Sequence[int]], pooling: PoolingType | None, n_labels: int) -> Tensor:
+    def _logits(self, inputs: Sequence[str | Sequence[int] | ImageTokens], pooling: PoolingType | None, n_labels: int) -> Tensor:
         """[N, L] float32 on the CPU. Raises ConfigError for a model with another number of labels
         than `n_labels`."""
         sequences = self._token_ids(inputs)
         self._check_sequences(sequences, pooling)
+        spans = [each.images if isinstance(each, ImageTokens) else () for each in inputs]
         if not sequences:
             return torch.zeros(0, n_labels)
         lengths = np.fromiter((len(ids) for ids in sequences), dtype=np.int32, count=len(sequences))
@@ -154,15 +171,37 @@ class LocalRewardModel:
         logits: dict[int, Tensor] = {}
         try:
             with self._busy, evaluation_mode(self.model), torch.no_grad():
+                features = self._encode_images(sequences, spans)
                 for rows in plan.to_lists():
-                    logits.update(zip(rows, self._forward([sequences[row] for row in rows], pooling).float().cpu(), strict=True))
+                    images = RowImages(self._placeholder_id, [spans[row] for row in rows], None, features)
+                    scored = self._forward([sequences[row] for row in rows], pooling, images)
+                    logits.update(zip(rows, scored.float().cpu(), strict=True))
         except RuntimeError as error:
             raise InferenceError(f"{self.name} failed: {type(error).__name__}: {error}") from error
         if len(logits[0]) != n_labels:
             raise ConfigError(f"{self.name} has {len(logits[0])} labels, but the request has n_labels={n_labels}")
         return torch.stack([logits[row] for row in range(len(sequences))])
 
-    def _forward(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> Tensor:
+    def _encode_images(self, sequences: Sequence[Sequence[int]], spans: Sequence[tuple[ImageSpan, ...]]) -> dict[str, Features]:
+        """The features of each image. Raises DataError for one that has another number of tokens
+        here."""
+        digests = list(dict.fromkeys(span.digest for each in spans for span in each))
+        if not digests:
+            return {}
+        processor = require_processor(self.model)
+        check_images(self.model, processor)
+        for index, (ids, images) in enumerate(zip(sequences, spans, strict=True)):
+            processor.check_count(len(images))
+            for digest, start, length in images:
+                given = sum(token == processor.placeholder_id for token in ids[start : start + length])
+                if given != (needed := processor.process(digest).num_placeholders):
+                    raise DataError(
+                        f"image {digest} has {given} tokens in sequence {index}, and {needed} for {self.name}; "
+                        "use the processor and the images.max_pixels that the policy has"
+                    )
+        return dict(zip(digests, BatchImages(self.model, None).encode(digests), strict=True))
+
+    def _forward(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None, images: RowImages) -> Tensor:
         """Logits [B, L] of right-padded rows."""
         device = next(self.model.parameters()).device
         lengths_B = torch.tensor([len(ids) for ids in sequences])
@@ -174,12 +213,13 @@ class LocalRewardModel:
         if self._head is None or self._body is None:
             logits_BL: Tensor = self.model(input_ids=ids_BT, attention_mask=mask_BT).logits
             return logits_BL
-        hidden_BTH: Tensor = self._body(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).last_hidden_state
+        keywords = images.keywords(self.model, {"input_ids": ids_BT})
+        hidden_BTH: Tensor = self._body(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **keywords).last_hidden_state
         pooled: Tensor = self._head(_pool(hidden_BTH, mask_BT, lengths_B, pooling or PoolingType.LAST))
         return pooled
 
-    def _token_ids(self, inputs: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
-        checked = [as_scoring_input(item) for item in inputs]
+    def _token_ids(self, inputs: Sequence[str | Sequence[int] | ImageTokens]) -> list[Sequence[int]]:
+        checked = [as_scoring_input(item.ids if isinstance(item, ImageTokens) else item) for item in inputs]
         if self.tokenizer is None and any(isinstance(item, str) for item in checked):
             raise ConfigError(f"{self.name} has no tokenizer but got text; pass tokenizer=, or token ids")
         return [self._encode(item) if isinstance(item, str) else item for item in checked]

@@ -66,12 +66,9 @@ def make_small_image_config(tokenizer: Any, **text: Any) -> Any:
     )
 
 
-def make_small_image_model(config: Any) -> Any:
+def draw_image_model(model: Any) -> Any:
     """The model. Its weights are drawn with the variance 1 / inputs, its embeddings with the
     deviation .05: with transformers' .02 it does not learn to see within hundreds of steps."""
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_config(config)
     embedding = model.get_input_embeddings().weight
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,7 +78,7 @@ def make_small_image_model(config: Any) -> Any:
 
 
 def make_small_processor(tokenizer: Any, config: Any, **limits: int | None) -> ImageProcessor:
-    """The processor of `make_small_image_model`. `limits`: `min_pixels` and `max_pixels`, None for
+    """The processor of `make_small_image_config`. `limits`: `min_pixels` and `max_pixels`, None for
     its own. Raises MissingExtraError without torchvision."""
     import_optional("torchvision", "images")
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
