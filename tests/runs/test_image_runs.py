@@ -198,14 +198,22 @@ def test_a_reward_model_sees_images_is_saved_with_its_tower_and_rewards_answers(
     assert all(one["meta"]["rm_score_from"] == "tokens" for one in rollouts)
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "train-rm"])
-def test_a_tower_beside_adapters_is_not_left_untrained_in_silence(tmp_path, command):
-    data = write_rows(tmp_path / "data") if command == "sft" else write_pairs(tmp_path / "data")
-    message = refused(command, f"data={data}", *VISION, "lora.rank=2", "images.tower=trained", f"output={tmp_path / 'runs'}")
-    assert "images.tower (trained)" in message
-
-
 def test_a_reward_model_of_text_has_no_settings_of_images(tmp_path):
     data = write_pairs(tmp_path / "data")
     message = refused("train-rm", f"data={data}", *SMALL, "images.tower=trained", f"output={tmp_path / 'runs'}")
     assert "images is set, and Qwen2ForSequenceClassification sees none" in message
+
+
+@pytest.mark.parametrize("settings", [["images.tower=trained"], ["loss=kto", "lora.rank=2", "heldout=0"]])
+def test_preferences_about_images_resume_to_the_bits_of_an_uninterrupted_run(tmp_path, settings):
+    """The reference scored each pair with its own image and the tower of the start."""
+    pairs = [f"data={write_pairs(tmp_path / 'data', 12)}", *VISION, *settings, "warmup.steps=1", "batch_size=4", "answers=2"]
+    run = [*pairs, "max_new_tokens=2", "trainer.lr=1e-2", "threads=1", "steps=3", f"output={tmp_path}"]
+    ludic("dpo", *run, "name=whole")
+    assert train_until("dpo", 1, [*run, "name=parts"], phase="dpo") == 130
+    ludic("dpo", "--resume", str(tmp_path / "parts"))
+    whole, parts = (read_weights(tmp_path / name) for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if line["phase"] == "dpo")
+    assert first["train/rewards/chosen"] == pytest.approx(0, abs=1e-5)

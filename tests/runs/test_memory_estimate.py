@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
+from ludic.recipes.epochs_schema import compose_rm
 from ludic.recipes.model import add_adapters, make_small_model
 from ludic.runs.memory_estimate import MemoryEstimate, MemoryEstimator, Settings
 from ludic.training import Trainer, TrainerConfig, make_sft
@@ -123,3 +124,6 @@ def test_a_frozen_tower_has_weights_and_no_gradients(tmp_path):
     frozen, trained = (estimate(f"model={tmp_path}", f"images.tower={each}") for each in ("frozen", "trained"))
     assert frozen.parameters == trained.parameters == trained.trained == sum(each.numel() for each in model.parameters())
     assert trained.trained - frozen.trained == tower
+    recipe = compose_rm([f"model={tmp_path}", "images.tower=frozen"])
+    scoring = MemoryEstimator(recipe).estimate(Settings.of(recipe))
+    assert scoring.trained == frozen.trained - model.lm_head.weight.numel() + model.lm_head.in_features

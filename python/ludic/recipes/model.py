@@ -256,10 +256,7 @@ def add_adapters(model: Any, recipe: Recipe | EpochsRecipe, *, seed: int, device
     model = quantize_base(model, recipe, device)
     with preserved_rng():
         torch.manual_seed(seed)
-        adapted = apply_settings(model, settings)
-    if find_processor(adapted) is not None:
-        set_trained_parts(adapted, recipe.images.tower)
-    return adapted
+        return apply_settings(model, settings)
 
 
 def apply_settings(model: Any, settings: LoraSettings) -> Any:

@@ -235,8 +235,8 @@ class MemoryEstimator:
     def _build(self, dtype: torch.dtype, settings: Settings) -> nn.Module:
         kind = choose_class(self.config, scores=self._scores)
         if self._scores:
-            self.config.num_labels = 1
-            self.config.pad_token_id = self.config.pad_token_id or 0  # a classifier has no batch without one
+            self.config.num_labels, text = 1, self.config.get_text_config()
+            text.pad_token_id = text.pad_token_id or 0  # a classifier has no batch without one
         with torch.device("meta"):
             model: nn.Module = kind.from_config(self.config, dtype=dtype, trust_remote_code=False)
         if sees_images(model.config):
