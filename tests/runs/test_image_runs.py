@@ -4,11 +4,12 @@ anything is written."""
 import json
 import re
 import shutil
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-from commands import ludic, refused, train_until
+from commands import ludic, refused, summary_of, train_until
 from graded_shapes import SETTINGS as SHAPES
 from image_spans import draw_picture
 from PIL import Image
@@ -217,3 +218,40 @@ def test_preferences_about_images_resume_to_the_bits_of_an_uninterrupted_run(tmp
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if line["phase"] == "dpo")
     assert first["train/rewards/chosen"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_pairs_that_the_image_alone_decides_are_learned(tmp_path):
+    """A model that does not look is right in half of the mirrored pairs."""
+    task, rng = Shapes(num_heldout=200), Random(0)
+    train, heldout = [task.draw(rng) for _ in range(6000)], task.suites()["held out"]
+
+    def write(name, rows):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def show(problem):
+        Image.fromarray(draw_shapes(problem["id"])).save(tmp_path / f"{problem['id']}.png")
+        return {"prompt": problem["question"], "image": f"{problem['id']}.png"}
+
+    def mirror(problems):
+        both = [pair for one, other in zip(problems[::2], problems[1::2], strict=True) for pair in ((one, other), (other, one))]
+        return [
+            {**show(one), "chosen": one["answer"], "rejected": other["answer"]}
+            for one, other in both
+            if one["answer"] != other["answer"]
+        ]
+
+    write("chats.jsonl", [{**show(problem), "completion": problem["answer"]} for problem in train])
+    write("pairs.jsonl", mirror(train[:4000]))
+    write("heldout.jsonl", mirror(heldout))
+    common = ["images.tower=trained", "threads=1", f"output={tmp_path}"]
+    shape = [*VISION[:1], "network.hidden_size=64", "network.num_heads=2", "network.num_kv_heads=1"]
+    data = f"data={tmp_path / 'chats.jsonl'}"
+    ludic(
+        "sft", data, *shape, "network.intermediate_size=128", "trainer.lr=2e-3", "batch_size=64", "steps=150", *common, "name=sft"
+    )
+    pairs = [f"data={tmp_path / 'pairs.jsonl'}", f"heldout_data={tmp_path / 'heldout.jsonl'}", f"model={tmp_path / 'sft'}"]
+    ludic("dpo", *pairs, "trainer.lr=3e-4", "steps=50", "batch_size=32", *common, "name=dpo")
+    ludic("train-rm", *pairs, "trainer.lr=1e-3", "epochs=2", "batch_size=32", *common, "name=rm")
+    assert summary_of(tmp_path / "dpo")["eval_rewards/accuracies"] >= 0.95
+    assert summary_of(tmp_path / "rm")["eval_pairwise_accuracy"] >= 0.97
