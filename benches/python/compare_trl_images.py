@@ -89,6 +89,7 @@ def prepare(work: Path, size: Size) -> None:
     import numpy as np
     import torch
     from PIL import Image
+    from transformers import AutoModelForImageTextToText
 
     from ludic.models.images import small
     from ludic.models.images.processor import attach_processor, require_processor
@@ -100,7 +101,7 @@ def prepare(work: Path, size: Size) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = small.make_small_image_config(tokenizer, vocab_size=len(tokenizer), **shape, **heads)
     config.vision_config.depth = size.tower
-    model = small.make_small_image_model(config)
+    model = small.draw_image_model(AutoModelForImageTextToText.from_config(config))
     attach_processor(model, small.make_small_processor(tokenizer, config))
     save_policy(model, tokenizer, work / "model")
     processor, draw, answers = require_processor(model).processor, np.random.default_rng(SEED), []
