@@ -85,7 +85,7 @@ def test_conversions_that_need_whole_tensors_and_dense_models_have_none(tmp_path
         assert find_fused(dense, stored) is None
         assert find_fused(torch.nn.Linear(2, 2), stored) is None
         turned = WeightConverter("mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", [MergeModulelist(0), Transpose(1, 2)])
-        monkeypatch.setattr(state_files, "_list_transforms", lambda model: [turned])
+        monkeypatch.setattr(state_files, "list_transforms", lambda model: [turned])
         assert find_fused(mixture_model("Glm4Moe"), stored) is None
 
 
