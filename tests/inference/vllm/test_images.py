@@ -99,6 +99,20 @@ def test_the_bytes_of_an_image_are_sent_once_a_server_and_once_more_after_a_rest
     assert sorted(sent_images(server)) == sorted(2 * digests)
 
 
+def test_a_forgotten_image_is_sent_again_beside_a_new_one(server, processor):
+    """As in the later turns of an episode on a server that was restarted, or that kept fewer."""
+    old, new = add(processor, 0), add(processor, 1)
+
+    async def scenario(client):
+        await client.complete(ask(user(old, "?")))
+        server.images.clear()
+        await asyncio.gather(*(client.complete(ask(user(old, new, "?"), seed=seed)) for seed in range(4)))
+
+    run(server, processor, scenario)
+    assert sorted(set(sent_images(server))) == sorted([old, new])
+    assert sent_images(server).count(old) == 2
+
+
 def test_an_image_that_did_not_arrive_is_sent_by_the_next_request(server, processor):
     digest = add(processor, 0)
     server.fail(GENERATE, (500, {"error": {"message": "busy"}}))

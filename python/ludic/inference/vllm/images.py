@@ -41,15 +41,17 @@ class SentImages:
     ) -> HttpResponse:
         """The answer to `body`, with the images of its prompt in order."""
         for sent in ((), (), digests):
-            await self._send_new(server, body, digests, headers)
-            known = self._known[server.url]
+            known = self._known.get(server.url)
             try:
+                if not sent:
+                    await self._send_new(server, body, digests, headers)
+                    known = self._known.get(server.url)
                 answer = await server.post(GENERATE, {**body, "content_parts": self._parts(digests, sent)}, headers=headers)
             except ServerError as error:
                 if FORGOTTEN not in error.reason or sent:
                     raise
                 if self._known.get(server.url) is known:  # or another request has noticed it
-                    del self._known[server.url]
+                    self._known.pop(server.url, None)
             else:
                 break
         self._remember(server.url, digests)
