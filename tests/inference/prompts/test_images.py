@@ -115,9 +115,10 @@ def test_a_server_gets_the_ids_of_the_text_with_one_marker_for_each_image(name):
     assert shorten_prompt(prompt.ids, prompt.images, processor) == processor.tokenizer(text)["input_ids"]
 
 
-def test_text_around_an_image_may_share_a_token_with_the_text_beside_it():
-    """As the blank lines of Gemma3: three lines are one token here."""
-    tokenizer = make_bpe_tokenizer(["\n\n\n"] * 50)
+@pytest.mark.parametrize("text", ["user\n<image>\nhow", "<image><image><image>", "a<image>\n<image> <image>", "<image>"])
+def test_text_around_an_image_may_share_a_token_with_the_text_or_the_image_beside_it(text):
+    """As the blank lines of Gemma3: three lines are one token here, and four, five."""
+    tokenizer = make_bpe_tokenizer([lines * "\n" for lines in (3, 4, 5)] * 50)
     block = f"\n\n<start>{3 * '<image>'}<end>\n\n"
     processor = SimpleNamespace(
         tokenizer=tokenizer,
@@ -125,10 +126,11 @@ def test_text_around_an_image_may_share_a_token_with_the_text_beside_it():
         placeholder_id=tokenizer.convert_tokens_to_ids("<image>"),
         process=lambda _: SimpleNamespace(block=block),
     )
-    ids = tokenizer(f"user\n{block}\nhow")["input_ids"]
-    assert len(tokenizer("\n\n\n")["input_ids"]) == 1
-    spans = [ImageSpan("0" * 32, ids.index(processor.placeholder_id), 3)]
-    assert shorten_prompt(ids, spans, processor) == tokenizer("user\n<image>\nhow")["input_ids"]
+    ids = tokenizer(text.replace("<image>", block))["input_ids"]
+    assert all(len(tokenizer(lines * "\n")["input_ids"]) == 1 for lines in (3, 4, 5))
+    first = [place for place, token in enumerate(ids) if token == processor.placeholder_id][::3]
+    spans = [ImageSpan("0" * 32, place, 3) for place in first]
+    assert shorten_prompt(ids, spans, processor) == tokenizer(text)["input_ids"]
 
 
 def test_images_of_equal_size_have_equal_ids_and_other_spans():

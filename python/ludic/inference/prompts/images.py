@@ -96,22 +96,29 @@ def shorten_prompt(ids: Sequence[int], spans: Sequence[ImageSpan], images: Image
 
     Example: [7, 9, 9, 9, 8] with the span of start 1 and length 3 is [7, 9, 8].
     """
-    tokenizer, short, end = images.tokenizer, list[int](), 0
+    tokenizer, short, text, after = images.tokenizer, list[int](), "", ""
+    begin = end = 0  # of the text after the image before
 
     def read(part: Sequence[int]) -> str:
         return str(tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def encode(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False)["input_ids"]) if part else []
+
     placeholder = read([images.placeholder_id])
     for span in spans:
-        block, first, last = images.process(span.digest).block, span.start, span.start + span.length
-        before, after = block[: block.find(placeholder)], block[block.rfind(placeholder) + len(placeholder) :]
-        while first > end and len(read(ids[first : span.start])) < len(before):
+        block, first = images.process(span.digest).block, span.start
+        before = block[: block.find(placeholder)]
+        while first > begin and len(read(ids[first : span.start])) < len(before):
             first -= 1
-        while last < len(ids) and len(read(ids[span.start + span.length : last])) < len(after):
-            last += 1
-        left = read(ids[first : span.start]).removesuffix(before)
-        right = read(ids[span.start + span.length : last]).removeprefix(after)
-        short += ids[end:first]
-        short += tokenizer(left + images.marker + right, add_special_tokens=False)["input_ids"]
-        end = last
-    return [*short, *ids[end:]]
+        if first < end:  # a token is of the text around this image and the one before
+            text += read(ids[begin : span.start]).removeprefix(after).removesuffix(before)
+        else:
+            short += [*encode(text + read(ids[begin:end]).removeprefix(after)), *ids[end:first]]
+            text = read(ids[first : span.start]).removesuffix(before)
+        text += images.marker
+        begin = end = span.start + span.length
+        after = block[block.rfind(placeholder) + len(placeholder) :]
+        while end < len(ids) and len(read(ids[begin:end])) < len(after):
+            end += 1
+    return [*short, *encode(text + read(ids[begin:end]).removeprefix(after)), *ids[end:]]
