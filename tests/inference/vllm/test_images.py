@@ -1,6 +1,7 @@
 """Images in requests to a stub that reads `content_parts` as vLLM 0.32 does."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from stub_vllm import StubVLLM
@@ -11,6 +12,7 @@ from ludic.errors import ConfigError, InferenceError, ServerError
 from ludic.images.content import image_part
 from ludic.images.store import digest_of
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
+from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.prompts.template import Dialogue
 from ludic.types import ImageSpan
@@ -153,6 +155,16 @@ def test_a_sampled_placeholder_is_refused(server, processor):
     request = ask(user(add(processor, 0)), max_tokens=200)
     with pytest.raises(InferenceError, match=r"sampled \[259\], tokens of images"):
         run(server, processor, lambda client: client.complete(request))
+
+
+@pytest.mark.parametrize("scale_out", [True, False])
+def test_the_biases_of_a_request_are_beside_those_of_the_placeholders(server, processor, scale_out):
+    server.scale_out = scale_out
+    extensions = VLLMExtensions(extra_body_overrides={"logit_bias": {65: 2.0, str(IMAGE): 3.0}})
+    request = replace(ask({"role": "user", "content": "?"}), extensions=extensions)
+    run(server, processor, lambda client: client.complete(request))
+    body = server.bodies(GENERATE)[-1]["sampling_params"] if scale_out else server.bodies("/v1/completions")[-1]
+    assert body["logit_bias"] == {"65": 2.0, str(IMAGE): -100.0, str(VIDEO): -100.0}
 
 
 def test_without_the_token_endpoint_images_are_not_left_out(server, processor):

@@ -60,7 +60,7 @@ class TokenRequest:
 
     def generate_body(self) -> dict[str, Any]:
         """The body for `/inference/v1/generate`."""
-        fields = dict(self.fields)
+        fields = self._more_fields()
         if "vllm_xargs" in fields:
             fields["extra_args"] = fields.pop("vllm_xargs")
         return {
@@ -73,7 +73,7 @@ class TokenRequest:
     def completions_body(self) -> dict[str, Any]:
         """The body of the same request for `/v1/completions`."""
         prompt = {"model": self.model, "prompt": [list(self.prompt_ids)]}
-        return {**prompt, **self._sampling_fields(), "return_token_ids": True, **self.fields}
+        return {**prompt, **self._sampling_fields(), "return_token_ids": True, **self._more_fields()}
 
     def _sampling_fields(self) -> dict[str, Any]:
         fields = {
@@ -83,9 +83,13 @@ class TokenRequest:
         }
         if self.stop_token_ids and not self.fields.get("ignore_eos"):
             fields["stop_token_ids"] = list(self.stop_token_ids)
-        if self.banned_ids:
-            fields["logit_bias"] = dict.fromkeys(map(str, self.banned_ids), -100.0)
         return fields if self.seed is None else {**fields, "seed": self.seed}
+
+    def _more_fields(self) -> dict[str, Any]:
+        """`fields`, whose biases are beside those of the banned tokens."""
+        given = self.fields.get("logit_bias") or {}
+        bias = {**{str(token): value for token, value in given.items()}, **dict.fromkeys(map(str, self.banned_ids), -100.0)}
+        return {**self.fields, **({"logit_bias": bias} if self.banned_ids else {})}
 
 
 def chat_arguments(request: ChatCompletionRequest) -> dict[str, Any]:
