@@ -120,6 +120,30 @@ def test_a_file_that_another_process_wrote_is_flushed(store, monkeypatch):
     assert len(flushed) == 1
 
 
+def test_images_may_be_found_while_others_are_flushed(store, monkeypatch):
+    """As by the thread of a gateway, or of batches, during a checkpoint."""
+    digests, trainer = [store.add(np.full((2, 2, 3), shade, np.uint8)) for shade in range(2)], ImageStore(store.folder)
+    looks, flushes = threading.Event(), threading.Event()
+    find = threading.Thread(target=trainer.check, args=(digests[1:],))
+
+    def is_file(path, real=Path.is_file):
+        if threading.current_thread() is find:
+            looks.set()
+            flushes.wait(5)
+        elif not flushes.is_set():
+            flushes.set()
+            find.join(0.2)
+        return real(path)
+
+    trainer.check(digests[:1])
+    monkeypatch.setattr(Path, "is_file", is_file)
+    find.start()
+    looks.wait(5)
+    trainer.flush()
+    find.join()
+    assert all(map(trainer.has, digests))
+
+
 def test_a_full_disk_leaves_no_image(store, monkeypatch):
     def fail(path, data):
         raise OSError(28, "No space left on device")

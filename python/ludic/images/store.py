@@ -181,8 +181,9 @@ class ImageStore:
             return None
         paths = (self.folder / digest[:2] / f"{digest}.{suffix}" for suffix in KEPT.values())
         if (path := next(filter(Path.is_file, paths), None)) is not None:
-            self._known[digest] = path
-            self._unflushed.add(path)  # another process may have written it a moment ago
+            with self._lock:
+                self._known[digest] = path
+                self._unflushed.add(path)  # another process may have written it a moment ago
         return path
 
     def _write(self, digest: str, data: bytes, suffix: str) -> Path:
