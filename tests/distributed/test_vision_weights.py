@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_vision import EXACT, make_tiny_vision
 
 from ludic.distributed.adapters.checkpoint import _read_manifest
-from ludic.distributed.push.manifest import StreamToServer, cast_to_server, rename_to_checkpoint
+from ludic.distributed.push.manifest import ServerManifest, StreamToServer, cast_to_server, rename_to_checkpoint
 from ludic.errors import PublishError
 from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
 from ludic.models.images.features import set_trained_parts
@@ -76,3 +76,11 @@ def test_a_folder_whose_config_names_no_model_keeps_its_names(tmp_path):
         json.dumps({key: config[key] for key in config if key not in ("architectures", "model_type")})
     )
     assert _read_manifest(tmp_path).rename({"model.visual.norm": 1}) == {"model.visual.norm": 1}
+
+
+def test_servers_serve_one_model_if_their_configs_differ_in_what_is_no_weight():
+    """As copies of a model that two versions of transformers wrote."""
+    answer = {"dtype": "float32", "tied": False, "weights": {"model.norm.weight": {"shape": [4], "dtype": "float32"}}}
+    first, second = (ServerManifest.from_answer({**answer, "config": {"transformers_version": each}}, "") for each in "45")
+    assert first == second
+    assert first != ServerManifest.from_answer({**answer, "dtype": "bfloat16"}, "")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,7 +42,7 @@ class ServerManifest:
     """Whether the head is the embedding. A tied head is not sent."""
     weights: Mapping[str, tuple[tuple[int, ...], str]]
     """Name in the checkpoint -> shape and dtype."""
-    config: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = field(default=None, compare=False)
     """The content of the model's config.json."""
 
     def rename(self, weights: Mapping[str, T]) -> dict[str, T]:
