@@ -6,7 +6,7 @@ import json
 
 import httpx2
 import pytest
-from tiny_vision import make_picture, make_tiny_vision
+from tiny_vision import IMAGE, make_picture, make_tiny_vision
 
 from ludic.images.content import image_part
 from ludic.images.store import use_store
@@ -109,6 +109,14 @@ async def test_what_is_no_image_of_a_message_is_refused_by_name(opened, change, 
     assert answer.status_code == 400
     assert why in answer.text
     assert session.calls == []
+
+
+@pytest.mark.parametrize("prompt", ["<image>?", [5, IMAGE, 6]])
+async def test_a_placeholder_in_a_plain_completion_is_the_fault_of_the_agent(opened, prompt):
+    gateway, session, _ = opened
+    answer = await post(session, "/completions", {"prompt": prompt})
+    assert (answer.status_code, "1 placeholders" in answer.text) == (400, True)
+    assert (await gateway.close_session(session)).error is None
 
 
 async def test_an_agent_gets_the_pictures_of_the_problem_and_its_calls_have_them():

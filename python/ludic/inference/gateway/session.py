@@ -296,6 +296,10 @@ class Answering:
                 fault = str(error)
             if fault:
                 raise CallError(f"prompt has {fault}")
+            try:
+                self._encoder.check_images(ids, ())
+            except ConfigError as error:
+                raise CallError(str(error)) from None
             return Prompt(Dialogue([]), (), "root", ids=ids)
         tools = ToolRequest(ask.tools, ask.tool_choice) if ask.tools else None
         try:
