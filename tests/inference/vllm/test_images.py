@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from stub_vllm import StubVLLM
 from stub_vllm_sampling import GENERATE
@@ -10,7 +11,7 @@ from tiny_vision import IMAGE, VIDEO, make_picture, make_tiny_vision
 
 from ludic.errors import ConfigError, InferenceError, ServerError
 from ludic.images.content import image_part
-from ludic.images.store import digest_of
+from ludic.images.store import digest_of, use_store
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.encoder import PromptEncoder
@@ -172,6 +173,14 @@ def test_without_the_token_endpoint_images_are_not_left_out(server, processor):
     with pytest.raises(ServerError, match="--enable-scale-out"):
         run(server, processor, lambda client: client.complete(ask(user(add(processor, 0)))))
     assert run(server, processor, lambda client: client.complete(ask({"role": "user", "content": "?"})))
+
+
+def test_a_server_that_renders_gets_the_bytes_and_what_is_written_of_the_request_has_none(server, processor):
+    with use_store(processor.store):
+        message = user("?", processor.store.add(np.zeros((2, 2, 3), np.uint8)))
+        _, info = run(server, processor, lambda client: client.complete(ask(message)), tokenizer=None)
+    assert "base64" in str(server.bodies("/v1/chat/completions")[0]["messages"])
+    assert info["used_args"]["messages"] == [message]
 
 
 def test_spans_that_are_not_of_the_ids_are_refused(server, processor):

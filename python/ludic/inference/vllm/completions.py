@@ -67,11 +67,11 @@ class ChatCompletions:
         sent["model"] = settings.served_names.get(request.model, request.model)
         if settings.clipper is not None:
             sent["messages"] = settings.clipper(request.messages)
-        sent["messages"] = to_openai(sent["messages"], current_store())
         if tag is not None:
             sent["extra_body"] = {**sent.get("extra_body", {}), "client_tag": tag.tag}
             sent["extra_headers"] = tag.headers()
         body = request_body(sent)
+        body["messages"] = to_openai(body["messages"], current_store())  # `used_args` have no bytes
 
         async def call(server: Server) -> tuple[ChatResponse, dict[str, Any]]:
             answer = await server.post(CHAT, body, headers=sent.get("extra_headers"))
