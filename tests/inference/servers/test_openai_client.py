@@ -4,10 +4,13 @@ retries."""
 import asyncio
 import json
 
+import numpy as np
 import pytest
 from stub_openai_server import CUT, HANG, StubOpenAIServer, completion
 
 from ludic.errors import ConfigError, InferenceError
+from ludic.images.content import find_digests, image_part
+from ludic.images.store import ImageStore, use_store
 from ludic.inference import (
     ChatCompletionRequest,
     OpenAIChatClient,
@@ -64,6 +67,16 @@ def test_a_request_has_only_openais_fields():
     assert info["raw_response"]["usage"]["completion_tokens"] == 1
     assert info["used_args"]["seed"] == 7
     json.dumps(info)  # rollouts have it, and they are written as JSON
+
+
+def test_images_are_sent_as_urls_and_kept_as_digests():
+    with use_store(ImageStore()) as store:
+        content = [{"type": "text", "text": "?"}, image_part(store.add(np.zeros((2, 2, 3), np.uint8)))]
+        (_, info), server = ask(lambda body: completion("4"), ChatCompletionRequest("m", [{"role": "user", "content": content}]))
+        [digest] = find_digests(content)
+        [message] = server.bodies[0]["messages"]
+        assert message["content"] == [content[0], {"type": "image_url", "image_url": {"url": store.data_url(digest)}}]
+    assert info["used_args"]["messages"][0]["content"] == content
 
 
 def test_token_ids_and_log_probabilities_are_requested_from_servers_that_have_them():

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct
 
 from ludic.errors import InferenceError
+from ludic.images.content import to_openai
+from ludic.images.store import current_store
 from ludic.inference.request import ChatCompletionRequest, chat_fields, refuse_extensions, request_body
 from ludic.inference.servers.answers import ModelList, drop_nulls
 from ludic.inference.servers.errors import RetryPolicy
@@ -66,7 +68,9 @@ class OpenAIChatClient(AsyncClosing):
         """
         refuse_extensions(request, self)
         arguments = self._arguments(request)
-        response = await self._request("POST", "/chat/completions", request_body(arguments))
+        body = request_body(arguments)
+        body["messages"] = to_openai(body["messages"], current_store())
+        response = await self._request("POST", "/chat/completions", body)
         if "extra_body" in arguments:
             chat, payload = ResponseReader(self.base_url).read_chat(response, request)
             return chat, {"raw_response": payload, "used_args": arguments}
