@@ -122,11 +122,11 @@ def _register_classifier(config: Any) -> None:
     if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return
     whole, inner = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, None), MODEL_MAPPING.get(kind, None)
-    if whole is None or "mm_encoder_outputs" not in inspect.signature(inner.forward).parameters:
+    if whole is None or inner is None or "mm_encoder_outputs" not in inspect.signature(inner.forward).parameters:
         raise ConfigError(f"no model with a head for scores is made of {config.model_type} ({config.name_or_path}); name another")
     base = next(each for each in whole.__mro__ if each.__name__.endswith("PreTrainedModel"))
     name = whole.__name__.partition("For")[0] + "ForSequenceClassification"
-    made = type(name, (GenericForSequenceClassification, base), {"__module__": base.__module__})
+    made = type(name, (GenericForSequenceClassification, base), {"__module__": base.__module__, "config_class": kind})
     if (names_in_files := get_checkpoint_conversion_mapping(whole.__name__)) is not None:
         register_checkpoint_conversion_mapping(name, names_in_files, overwrite=True)
     AutoModelForSequenceClassification.register(kind, made, exist_ok=True)

@@ -193,6 +193,16 @@ def test_the_card_of_such_a_model_names_its_classes():
     assert "AutoModelForCausalLM" in explain_loading("sft", {}, base=None, is_adapter=False)
 
 
+def test_a_classifier_has_the_config_of_its_model_which_the_class_beside_it_may_not_have():
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
+
+    config = AutoConfig.for_model("qwen2_5_omni_thinker")
+    choose_class(config, scores=True)
+    assert MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].config_class is type(config)
+    with pytest.raises(ConfigError, match="head for scores is made of shieldgemma2"):
+        choose_class(AutoConfig.for_model("shieldgemma2"), scores=True)
+
+
 def test_the_card_of_a_reward_model_loads_it(tmp_path):
     _, processor = save("llava", tmp_path / "model")
     made, _ = load_classifier(str(tmp_path), "float32", description="model", num_labels=1)
