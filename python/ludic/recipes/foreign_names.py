@@ -219,7 +219,7 @@ rloo's advantages are not scaled, and rewards are clipped in the reward function
 the estimator is algorithm_args.kl_estimator <- use_bias_correction_kl
 the reference never changes while the policy is trained <- sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
 rollouts.jsonl has every answer (rollout.log_every) <- log_unique_prompts log_completions_hub_repo
-models read text alone <- log_multimodal
+ludic view shows the images <- log_multimodal
 the sampler in this process is the library's own <- use_transformers_continuous_batching use_transformers_paged
     transformers_continuous_batching_config
 answers are free text <- vllm_structured_outputs_regex
@@ -311,7 +311,7 @@ prompts are read from the rows of data=FILE <- data.custom_cls data.return_raw_i
 gradient_checkpointing=true has no further settings <- actor.gradient_checkpointing_reentrant model.gradient_checkpointing_reentrant
 `seed` fixes the order of prompts <- data.shuffle
 prompts are measured before the first step, and what does not fit is cut off <- data.filter_overlong_prompts data.truncation
-models read text alone <- data.image_key data.video_key
+images are in the columns `image` and `images`, and videos are not read <- data.image_key data.video_key
 no average of the weights is kept <- train.enable_ema train.ema_beta
 the reference is in the memory of the trainer, and needs no settings but reference.model <- actor_rollout_ref.ref ref.num_nodes
     ref.num_gpus_per_node train.colocate_actor_ref ref.offload
