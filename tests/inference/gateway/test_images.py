@@ -98,7 +98,8 @@ async def test_another_image_of_one_size_is_another_prompt_and_a_later_turn_cont
         (lambda body: body["messages"][0]["content"][0]["image_url"].update(url="data:image/png;base64,AAAA"), "no image"),
         (lambda body: body["messages"][0].update(role="assistant"), "has an image"),
         (lambda body: body["messages"][0]["content"][0].update(type="input_audio"), "reads text and images"),
-        (lambda body: body["messages"][0]["content"][0].update(image_url=None), "reads text and images"),
+        (lambda body: body["messages"][0]["content"][0].update(image_url=None), "without its bytes"),
+        (lambda body: body["messages"][0]["content"][0].update(image_url=None, source={"type": "file"}), "without its bytes"),
     ],
 )
 async def test_what_is_no_image_of_a_message_is_refused_by_name(opened, change, why):

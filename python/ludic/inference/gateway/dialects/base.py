@@ -112,7 +112,8 @@ class Source(Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        return self.url or f"data:{self.media_type};base64,{self.data}"
+        """The URL, or one that has the bytes; empty without either."""
+        return self.url or (self.data and f"data:{self.media_type};base64,{self.data}")
 
 
 class Part(Struct):
@@ -151,9 +152,12 @@ def _read_part(part: Part, where: str) -> dict[str, Any]:
     if part.type in TEXT_PARTS:
         return {"type": "text", "text": part.text or part.refusal or ""}
     source = part.image_url or part.source
-    if part.type not in ("image_url", "input_image", "image") or source is None:
+    if part.type not in ("image_url", "input_image", "image"):
         raise CallError(f"{where} has a part of type {part.type!r}; the model reads text and images")
-    return {"type": "image_url", "image_url": {"url": source if isinstance(source, str) else source.address}}
+    address = source.address if isinstance(source, Source) else source
+    if not address:
+        raise CallError(f"{where} has an image without its bytes; no files are kept here, so send a data: URL or base64")
+    return {"type": "image_url", "image_url": {"url": address}}
 
 
 def refuse_format(given: Format | None, field: str, *, ignore: bool) -> None:
