@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import threading
 
 import httpx2
 import pytest
@@ -74,6 +75,16 @@ async def test_every_dialect_gives_the_model_the_same_image(opened):
         assert call.messages == first.messages  # with the digest, and not the bytes
     assert first.messages == [{"role": "user", "content": [image_part(span.digest), text("?")]}]
     assert processor.store.has(span.digest)
+
+
+async def test_images_are_read_beside_the_calls_of_others(opened, monkeypatch):
+    """A file of 100 kB may take a second."""
+    _, session, processor = opened
+    threads, read = [], processor._process
+    monkeypatch.setattr(processor, "_process", lambda digest: (threads.append(threading.current_thread().name), read(digest))[1])
+    assert (await post(session, *chat(png(0)))).status_code == 200
+    assert threads
+    assert "gateway" not in threads
 
 
 async def test_another_image_of_one_size_is_another_prompt_and_a_later_turn_continues(opened):

@@ -283,9 +283,10 @@ class Answering:
         return min(room, ask.max_tokens) if ask.max_tokens else room
 
     async def prepare(self, ask: Ask) -> Prompt:
-        """The prompt of a call. A long one is made in a thread, so that others are answered
-        meanwhile."""
-        return await asyncio.to_thread(self._make_prompt, ask) if ask.size > IN_LOOP else self._make_prompt(ask)
+        """The prompt of a call. A long one, or one with images, is made in a thread, so that others
+        are answered meanwhile."""
+        is_long = ask.size > IN_LOOP or any(isinstance(message.get("content"), list) for message in ask.messages)
+        return await asyncio.to_thread(self._make_prompt, ask) if is_long else self._make_prompt(ask)
 
     def _make_prompt(self, ask: Ask) -> Prompt:
         if ask.prompt is not None:
