@@ -100,7 +100,7 @@ async def test_images_are_sent_as_data_urls_with_one_marker_each(server):
     client = SGLangClient(server.url, tokenizer=processor.tokenizer, images=processor, max_retries=0)
     ids = [5, *[IMAGE] * 4, 6]
     span = ImageSpan(digest, 1, 4)
-    server.prompt_tokens = len(ids)
+    server.prompt_tokens, server.sampled = len(ids), [5, 6]
     trace = await client.complete_tokens(ids, images=[span], sampling=SamplingParams(max_tokens=2))
     assert (trace.prompt_token_ids, trace.images) == (ids, (span,))
     ((_, body),) = server.calls
@@ -114,6 +114,9 @@ async def test_images_are_sent_as_data_urls_with_one_marker_each(server):
     assert [each.length for each in response.to_trace().images] == [4]
     server.prompt_tokens = 3  # of an image that was written out otherwise, or not at all
     with pytest.raises(InferenceError, match="SGLANG_MM_AVOID_RETOKENIZE"):
+        await client.complete_tokens(ids, images=[span])
+    server.prompt_tokens, server.sampled = len(ids), [5, IMAGE]
+    with pytest.raises(InferenceError, match=rf"sampled \[{IMAGE}\], tokens of images"):
         await client.complete_tokens(ids, images=[span])
     with pytest.raises(ConfigError, match="reads text alone"):
         await SGLangClient(server.url).complete_tokens(ids, images=[span])

@@ -173,14 +173,16 @@ class SGLangClient(PushTarget):
         if seed is not None:
             params["sampling_seed"] = seed
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+        banned: Sequence[int] = ()
         if self._tokens is not None and (images := self._tokens.images) is not None:
-            params["logit_bias"] = dict.fromkeys(map(str, images.banned_ids), -100.0)
+            banned = images.banned_ids
+            params["logit_bias"] = dict.fromkeys(map(str, banned), -100.0)
             if spans:
                 body["input_ids"] = shorten_prompt(prompt, spans, images)
                 body["image_data"] = [images.store.data_url(span.digest) for span in spans]
 
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
-            return _read_trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size)
+            return _read_trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size, banned)
 
         trace, info = await self._retries.run(lambda: self._pool.send(once), name=", ".join(self.server_urls))
         version, ended = version_number(info["weight_version"]), info.pop("ended_by_token")
@@ -239,7 +241,7 @@ class _Generated(Struct):
 
 
 def _read_trace(
-    answer: HttpResponse, prompt: Sequence[int], max_tokens: int, vocab_size: int | None
+    answer: HttpResponse, prompt: Sequence[int], max_tokens: int, vocab_size: int | None, banned_ids: Sequence[int]
 ) -> tuple[TokenTrace, dict[str, Any]]:
     """The sampled tokens. Raises InferenceError for a response whose ids or log-probabilities are
     missing or invalid."""
@@ -251,7 +253,7 @@ def _read_trace(
     ids, logprobs = generated.output_ids, [entry[0] for entry in meta.output_token_logprobs]
     if [entry[1] for entry in meta.output_token_logprobs] != ids:
         raise InferenceError(f"{url} returned {len(ids)} token ids with log-probabilities of {len(logprobs)} others")
-    check_tokens(ids, logprobs, url, max_tokens=max_tokens, vocab_size=vocab_size)
+    check_tokens(ids, logprobs, url, max_tokens=max_tokens, vocab_size=vocab_size, banned_ids=banned_ids)
     check_served_version(meta.weight_version, url)
     if meta.prompt_tokens not in (None, len(prompt)):
         raise InferenceError(

@@ -118,10 +118,16 @@ class ChatCompletion(Struct):
 
 
 def check_tokens(
-    ids: Sequence[int], logprobs: Sequence[float] | None, name: str, *, max_tokens: int, vocab_size: int | None
+    ids: Sequence[int],
+    logprobs: Sequence[float] | None,
+    name: str,
+    *,
+    max_tokens: int,
+    vocab_size: int | None,
+    banned_ids: Sequence[int] = (),
 ) -> None:
-    """Raise InferenceError for more than `max_tokens` sampled tokens, and for ids or
-    log-probabilities that nothing can be trained on."""
+    """Raise InferenceError for more than `max_tokens` sampled tokens, for ids or log-probabilities
+    that nothing can be trained on, and for `banned_ids`."""
     from ludic.columns import find_token_fault  # loads numpy
 
     if logprobs is not None and len(ids) != len(logprobs):
@@ -130,6 +136,8 @@ def check_tokens(
         raise InferenceError(f"{name} returned {len(ids)} tokens; the request allows max_tokens ({max_tokens})")
     if fault := find_token_fault(ids, logprobs, vocab_size):
         raise InferenceError(f"{name} returned {fault}; serve the model that is trained")
+    if drawn := set(ids).intersection(banned_ids):
+        raise InferenceError(f"{name} sampled {sorted(drawn)}, tokens of images that it was told to leave out by logit_bias")
 
 
 def read_chat_response(answer: Any) -> ChatResponse:
@@ -198,9 +206,14 @@ class ResponseReader:
         if prompt != list(request.prompt_ids):
             raise InferenceError(_describe_other_prompt(name, prompt, request))
         values = logprobs.values()
-        check_tokens(ids, values, name, max_tokens=request.sampling.max_tokens, vocab_size=self.vocab_size)
-        if drawn := set(ids).intersection(request.banned_ids):
-            raise InferenceError(f"{name} sampled {sorted(drawn)}, tokens of images that it was told to leave out by logit_bias")
+        check_tokens(
+            ids,
+            values,
+            name,
+            max_tokens=request.sampling.max_tokens,
+            vocab_size=self.vocab_size,
+            banned_ids=request.banned_ids,
+        )
         if logprobs.token_logprobs is None and any(
             entry.token_id not in (None, token) for entry, token in zip(logprobs.content or (), ids, strict=True)
         ):
