@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hostile_images import LEFT_RED, encode, picture, read_files, refused_files
 
-from ludic.images.store import ImageError, ImageLimits, ImageStore
+from ludic.images.store import ImageError, ImageStore
 
 REFUSED, READ = refused_files(), read_files()
 
@@ -158,13 +158,14 @@ def test_a_device_or_a_pipe_is_not_read(store, tmp_path):
     add_refused(store, "dev/zero", "does not exist", base=Path("/"))
 
 
-def test_the_limits_of_files_and_pixels_are_the_settings(tmp_path):
-    small = ImageStore(tmp_path / "images", ImageLimits(max_file_mb=0.001, max_source_pixels=24 * 16 - 1))
+def test_files_and_pixels_have_limits(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("ludic.images.store.MAX_FILE_MB", 0.001)
+    monkeypatch.setattr("ludic.images.store.MAX_PIXELS", 24 * 16 - 1)
     (tmp_path / "large.png").write_bytes(bytes(1001))
     for source in (bytes(1001), "large.png", "data:image/png;base64," + "A" * 1400):
-        add_refused(small, source, r"limit is 0.001; ImageLimits.max_file_mb", base=tmp_path)
+        add_refused(store, source, "MB, the limit is 0.001; make it smaller", base=tmp_path)
     for source in (encode(picture(), "PNG"), picture(), LEFT_RED):
-        add_refused(small, source, "24x16 .*max_source_pixels")
+        add_refused(store, source, "24x16 .*limit.* smaller")
 
 
 def test_a_digest_that_is_a_path_names_no_file(store, tmp_path):

@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -39,6 +38,10 @@ URI = "ludic-image:"
 """What the digest of a stored image follows in content."""
 DIGEST_BYTES = 16
 DIGEST = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+MAX_FILE_MB = 32.0
+"""Megabytes that the file of an image may have."""
+MAX_PIXELS = 64 * 2**20
+"""Width times height that an image may have, checked before its pixels are decoded."""
 _ORIENTATION = 0x0112
 """The key of EXIF's orientation: 1, or a number from 2 of one of these turns."""
 _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
@@ -46,16 +49,6 @@ _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTA
 
 class ImageError(DataError):
     """An image that cannot be read; the message says which and why."""
-
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """What an image may have."""
-
-    max_file_mb: float = 32.0
-    """Megabytes of the file."""
-    max_source_pixels: int = 64 * 2**20
-    """Width times height, checked before the pixels are decoded."""
 
 
 class ImageStore:
@@ -68,10 +61,9 @@ class ImageStore:
     (640, 480)
     """
 
-    def __init__(self, folder: Path | None = None, limits: ImageLimits | None = None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         """`folder` is made when the first image is added. None means a temporary folder, which is
         deleted with the store."""
-        self.limits = limits or ImageLimits()
         self._folder = folder
         self._temporary: weakref.finalize[..., ImageStore] | None = None
         self._known: dict[str, Path] = {}
@@ -110,11 +102,11 @@ class ImageStore:
         PNG, JPEG and WEBP files in RGB are stored as they are. Everything else becomes a PNG of the
         pixels: the first frame in RGB, turned as its metadata tell, transparent parts over white.
         """
-        data = _read_source(source, base, name, self.limits)
+        data = _read_source(source, base, name)
         if isinstance(data, bytes):
             if self.has(digest := digest_of(data)):
                 return digest
-            image = _open_checked(data, name, self.limits)
+            image = _open_checked(data, name)
             suffix = KEPT[str(image.format)] if _is_plain(image, name) else None
         else:
             image, suffix = data, None
@@ -154,7 +146,7 @@ class ImageStore:
 
     def open(self, digest: str) -> Image:
         """The image, in RGB."""
-        return _to_rgb(_open_checked(self.read(digest), f"image {digest}", self.limits), f"image {digest}")
+        return _to_rgb(_open_checked(self.read(digest), f"image {digest}"), f"image {digest}")
 
     def has(self, digest: str) -> bool:
         """Whether the image is in the store."""
@@ -163,7 +155,7 @@ class ImageStore:
     def size(self, digest: str) -> tuple[int, int]:
         """(width, height). Raises ImageError as `read`."""
         if digest not in self._sizes:
-            self._sizes[digest] = _open_checked(self.read(digest), f"image {digest}", self.limits).size
+            self._sizes[digest] = _open_checked(self.read(digest), f"image {digest}").size
         return self._sizes[digest]
 
     def _require(self, digest: str) -> Path:
@@ -227,7 +219,7 @@ def use_store(store: ImageStore) -> Iterator[ImageStore]:
         _current = before
 
 
-def _read_source(source: Any, base: Path | None, name: str, limits: ImageLimits) -> bytes | Image:
+def _read_source(source: Any, base: Path | None, name: str) -> bytes | Image:
     """The bytes of a file, or a PIL image that is not decoded yet."""
     if isinstance(source, Mapping):
         given = source.get("bytes") if source.get("bytes") is not None else source.get("path")
@@ -235,44 +227,44 @@ def _read_source(source: Any, base: Path | None, name: str, limits: ImageLimits)
             raise ImageError(f"{name} has neither bytes nor a path; it has {', '.join(map(repr, source)) or 'nothing':.200}")
         source = given
     if isinstance(source, bytes | bytearray | memoryview):
-        _check_file_size(len(source), name, limits)
+        _check_file_size(len(source), name)
         return bytes(source)
     if isinstance(source, str) and source.startswith("data:"):
-        return _read_data_url(source, name, limits)
+        return _read_data_url(source, name)
     if isinstance(source, str):
         _check_no_url(source, name)
     if isinstance(source, str | Path):
-        return _read_file(source, base, name, limits)
+        return _read_file(source, base, name)
     if hasattr(source, "save") and hasattr(source, "convert"):
-        return _check_pixels(source, name, limits)
+        return _check_pixels(source, name)
     if hasattr(source, "__array_interface__") or hasattr(source, "__array__"):
-        return _check_pixels(_image_of_array(source, name), name, limits)
+        return _check_pixels(_image_of_array(source, name), name)
     raise ImageError(f"{name} ({type(source).__name__}) must be a PIL image, an array of uint8, bytes, a path or a data: URL")
 
 
-def _check_file_size(size: int, name: str, limits: ImageLimits) -> None:
-    if size > limits.max_file_mb * 1e6:
-        raise ImageError(f"{name} has {size / 1e6:.1f} MB, the limit is {limits.max_file_mb:g}; ImageLimits.max_file_mb sets it")
+def _check_file_size(size: int, name: str) -> None:
+    if size > MAX_FILE_MB * 1e6:
+        raise ImageError(f"{name} has {size / 1e6:.1f} MB, the limit is {MAX_FILE_MB:g}; make it smaller")
 
 
-def _read_data_url(url: str, name: str, limits: ImageLimits) -> bytes:
+def _read_data_url(url: str, name: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise ImageError(f"{name} ({url[:40]!r}) must be a URL such as data:image/png;base64,...")
-    _check_file_size(len(body) * 3 // 4, name, limits)
+    _check_file_size(len(body) * 3 // 4, name)
     with _named(name, "is a data: URL whose base64 is damaged"):
         return base64.b64decode(body, validate=True)
 
 
-def _read_file(place: str | Path, base: Path | None, name: str, limits: ImageLimits) -> bytes:
+def _read_file(place: str | Path, base: Path | None, name: str) -> bytes:
     """The bytes of a file. Text names one only in a folder of data: it may come from a model or
     over a network."""
     if base is None and isinstance(place, str):
         raise ImageError(f"{name} ({place!r:.80}) is text; give the bytes, a pathlib.Path or a data: URL")
     with _named(f"{name} ({str(place)!r:.200})", "cannot be read"):
         with open(_find_file(str(place), base, name), "rb") as file:
-            data = file.read(int(limits.max_file_mb * 1e6) + 1)
-            _check_file_size(max(len(data), os.fstat(file.fileno()).st_size), name, limits)
+            data = file.read(int(MAX_FILE_MB * 1e6) + 1)
+            _check_file_size(max(len(data), os.fstat(file.fileno()).st_size), name)
         return data
 
 
@@ -334,7 +326,7 @@ def _encode_png(image: Image) -> bytes:
     return file.getvalue()
 
 
-def _open_checked(data: bytes, name: str, limits: ImageLimits) -> Image:
+def _open_checked(data: bytes, name: str) -> Image:
     """The image, whose pixels are not decoded yet. Raises ImageError for a file that is no image of
     `FORMATS`, and for too many pixels.
 
@@ -347,19 +339,17 @@ def _open_checked(data: bytes, name: str, limits: ImageLimits) -> Image:
         make, accepts = pil.OPEN[kind]
         if accepts(data[:16]) is True:
             with _named(name, f"is a damaged {kind} file"):
-                return _check_pixels(make(io.BytesIO(data), ""), name, limits)
+                return _check_pixels(make(io.BytesIO(data), ""), name)
     raise ImageError(f"{name} is no image that can be read; its file must be one of {', '.join(FORMATS)}")
 
 
-def _check_pixels(image: Any, name: str, limits: ImageLimits) -> Image:
+def _check_pixels(image: Any, name: str) -> Image:
     width, height = image.size
     if width * height <= 0:
         raise ImageError(f"{name} is {width}x{height}, which has no pixels")
-    if width * height > limits.max_source_pixels:
+    if width * height > MAX_PIXELS:
         size = f"{width}x{height} ({width * height / 2**20:,.0f} Mpixel)"
-        raise ImageError(
-            f"{name} is {size}, the limit is {limits.max_source_pixels / 2**20:g}; ImageLimits.max_source_pixels sets it"
-        )
+        raise ImageError(f"{name} is {size}, the limit is {MAX_PIXELS / 2**20:g}; make it smaller")
     checked: Image = image
     return checked
 
