@@ -7,7 +7,6 @@ against a real server.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
@@ -15,7 +14,7 @@ from msgspec import Struct
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
 from ludic.inference.client import PolicyPublisher, PushTarget, Sampled, Weights, current_episode
 from ludic.inference.prompts.encoder import PromptEncoder
-from ludic.inference.prompts.images import make_text_error, shorten_prompt
+from ludic.inference.prompts.images import check_spans, shorten_prompt
 from ludic.inference.prompts.template import Dialogue
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
@@ -157,10 +156,7 @@ class SGLangClient(PushTarget):
         images: Sequence[ImageSpan] = (),
     ) -> Sampled:
         """`complete_tokens`, with the version of the weights that sampled."""
-        if self._tokens is not None:
-            self._tokens.check_images(prompt_token_ids, images)
-        elif images:
-            raise make_text_error(self.server_url)
+        check_spans(prompt_token_ids, images, self.images, self.server_url)
         return (await self._sample(prompt_token_ids, sampling or SamplingParams(), seed, images))[0]
 
     async def _sample(
@@ -173,21 +169,20 @@ class SGLangClient(PushTarget):
         if seed is not None:
             params["sampling_seed"] = seed
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
-        banned: Sequence[int] = ()
-        if self._tokens is not None and (images := self._tokens.images) is not None:
-            banned = images.banned_ids
+        banned: Sequence[int] = () if self.images is None else self.images.banned_ids
+        if (images := self.images) is not None:
             params["logit_bias"] = dict.fromkeys(map(str, banned), -100.0)
             if spans:
                 body["input_ids"] = shorten_prompt(prompt, spans, images)
                 body["image_data"] = [images.store.data_url(span.digest) for span in spans]
 
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
-            return _read_trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size, banned)
+            answer = await server.post("/generate", body)
+            return _read_trace(answer, prompt, spans, sampling.max_tokens, self._vocab_size, banned)
 
         trace, info = await self._retries.run(lambda: self._pool.send(once), name=", ".join(self.server_urls))
         version, ended = version_number(info["weight_version"]), info.pop("ended_by_token")
         served = self._version if version is None else version
-        trace = replace(trace, images=tuple(spans)) if spans else trace
         return Sampled(trace, ended, served), {**info, "policy_version": served}
 
     async def get_policy_version(self) -> int:
@@ -241,7 +236,12 @@ class _Generated(Struct):
 
 
 def _read_trace(
-    answer: HttpResponse, prompt: Sequence[int], max_tokens: int, vocab_size: int | None, banned_ids: Sequence[int]
+    answer: HttpResponse,
+    prompt: Sequence[int],
+    spans: Sequence[ImageSpan],
+    max_tokens: int,
+    vocab_size: int | None,
+    banned_ids: Sequence[int],
 ) -> tuple[TokenTrace, dict[str, Any]]:
     """The sampled tokens. Raises InferenceError for a response whose ids or log-probabilities are
     missing or invalid."""
@@ -265,4 +265,4 @@ def _read_trace(
         "weight_version": meta.weight_version,
         "ended_by_token": kind == "stop" and isinstance(reason, _Finish) and isinstance(reason.matched, int),
     }
-    return TokenTrace.from_arrays(prompt, ids, logprobs, kind), info
+    return TokenTrace.from_arrays(prompt, ids, logprobs, kind, spans), info

@@ -19,6 +19,7 @@ from ludic.inference.client import Episode, Sampled, WeightSource, current_episo
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.images import check_spans
 from ludic.inference.prompts.template import Dialogue, find_turn_end
 from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, refuse_extensions
@@ -216,9 +217,10 @@ class LocalChatClient:
 
     def _sampled(self, request: DecodeRequest, completion: Completion, version: int) -> Sampled:
         logprobs = completion.logprobs if self.logprobs_mode == "raw" else completion.drawn_logprobs
-        trace = TokenTrace.from_arrays(request.prompt_ids, completion.token_ids, logprobs, completion.finish_reason)
+        trace = TokenTrace.from_arrays(
+            request.prompt_ids, completion.token_ids, logprobs, completion.finish_reason, request.images
+        )
         trace = replace(trace, candidates=completion.candidates) if any(completion.candidates) else trace
-        trace = replace(trace, images=tuple(request.images)) if request.images else trace
         return Sampled(trace, not self._eos_ids.isdisjoint(completion.token_ids[-1:]), version)
 
     async def _enqueue(
@@ -271,8 +273,12 @@ class LocalChatClient:
                 made = next(encoded) if isinstance(job.prompt, Dialogue) else job.prompt
                 if isinstance(made, Exception):
                     raise made
-                prompts[i], prompt = made, made.ids if isinstance(made, Prompt) else made
-                images = made.images if isinstance(made, Prompt) else self._prompts.check_images(made, job.images)
+                prompts[i] = made
+                if isinstance(made, Prompt):
+                    prompt, images = made.ids, tuple(made.images)
+                else:
+                    prompt, images = made, job.images
+                    check_spans(prompt, images, self.images, type(unwrap_transformer(self.model)).__name__)
                 stops = job.sampling.stop_texts
                 room = bounds.room(prompt, images)
                 requests[i] = DecodeRequest(

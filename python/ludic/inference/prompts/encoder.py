@@ -13,7 +13,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.images.content import find_message_digests
 from ludic.inference.client import Episode, Sampled
 from ludic.inference.prompts.bridge import THINK, THINK_END, TemplateBridge
-from ludic.inference.prompts.images import check_texts, expand_markers, find_spans, intern_given, make_text_error
+from ludic.inference.prompts.images import check_texts, expand_markers, find_spans, intern_given
 from ludic.inference.prompts.template import ChatTemplate, Dialogue, begin_prompt, find_turn_end, read_template, special_tokens
 from ludic.inference.prompts.tool_formats import ToolFormat, Tools, completion_finish_reason, count_tool_calls
 from ludic.inference.prompts.transcript import Prompt, Text, Transcript, Turn
@@ -164,16 +164,6 @@ class PromptEncoder:
             if is_whole:
                 self._whole.put(prompt.dialogue, _Known(array("i", ids), tuple(prompt.images)))
             prompt.ids += ids
-
-    def check_images(self, ids: Sequence[int], images: Sequence[ImageSpan]) -> Sequence[ImageSpan]:
-        """The `images` of a prompt of ids. Raises ConfigError unless they are those of its
-        placeholders, in order."""
-        if self.images is None:
-            if images:
-                raise make_text_error(self._model_name)
-        elif (found := find_spans(ids, [span.digest for span in images], self.images)) != list(images):
-            raise ConfigError(f"images ({list(images)}) must be the spans of the placeholders, {found}")
-        return images
 
     def read_answer(
         self,

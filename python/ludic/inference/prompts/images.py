@@ -27,12 +27,11 @@ def intern_given(messages: Sequence[Message], images: ImageProcessor | None, mod
     if images is not None:
         return intern_messages(messages, images.store)
     if any("image" in str(part.get("type")) for content in contents for part in content if isinstance(part, Mapping)):
-        raise make_text_error(model_name)
+        raise _make_text_error(model_name)
     return messages
 
 
-def make_text_error(model_name: str) -> ConfigError:
-    """The error of a prompt with images for a model that reads text alone."""
+def _make_text_error(model_name: str) -> ConfigError:
     return ConfigError(f"the prompt has images, and {model_name} reads text alone; name a vision model, or leave out the images")
 
 
@@ -87,6 +86,16 @@ def find_spans(ids: Sequence[int], digests: Sequence[str], images: ImageProcesso
         spans.append(ImageSpan(digest, start + first, last - first + 1))
         at += count
     return spans
+
+
+def check_spans(ids: Sequence[int], spans: Sequence[ImageSpan], images: ImageProcessor | None, model_name: str) -> None:
+    """Raise ConfigError unless the `spans` that were given with a prompt of ids are those of its
+    placeholders, in order."""
+    if images is None:
+        if spans:
+            raise _make_text_error(model_name)
+    elif (found := find_spans(ids, [span.digest for span in spans], images)) != list(spans):
+        raise ConfigError(f"images ({list(spans)}) must be the spans of the placeholders, {found}")
 
 
 def shorten_prompt(ids: Sequence[int], spans: Sequence[ImageSpan], images: ImageProcessor) -> list[int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import Publisher, PushTarget, Sampled, Weights
 from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.images import check_spans
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import RetryPolicy
@@ -178,7 +179,7 @@ class VLLMChatClient(PushTarget, AsyncClosing):
         """`complete_tokens`, with the versions of the weights that sampled."""
         model = model or next(iter(self._servers.context_lengths), "")
         request = TokenRequest(model, prompt_token_ids, sampling or SamplingParams(), seed, images=tuple(images))
-        self._token_completions.check_images(request)
+        check_spans(prompt_token_ids, images, self._token_completions.images, model)
         return make_sampled(request, *await self._token_completions.sample(request))
 
     @cached_property

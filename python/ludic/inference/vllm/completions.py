@@ -13,7 +13,7 @@ from ludic.images.store import current_store
 from ludic.inference.client import Sampled, current_episode
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.encoder import PromptEncoder
-from ludic.inference.prompts.images import make_text_error, shorten_prompt
+from ludic.inference.prompts.images import shorten_prompt
 from ludic.inference.prompts.template import Dialogue
 from ludic.inference.request import ChatCompletionRequest, request_body
 from ludic.inference.servers.answers import version_number
@@ -89,18 +89,12 @@ class TokenCompletions:
 
     def __init__(self, servers: VLLMServers, settings: CompletionSettings, tokens: PromptEncoder | None) -> None:
         self._servers, self._settings, self._tokens = servers, settings, tokens
-        self._images = None if tokens is None else tokens.images
-        self._sent_images = None if self._images is None else SentImages(self._images.store)
+        self.images = None if tokens is None else tokens.images
+        """The processor of a model that sees images."""
+        self._sent_images = None if self.images is None else SentImages(self.images.store)
         self.without_generate: set[str] = set()
         """URLs of servers that have only `/v1/completions`, which does not report the weight
         version."""
-
-    def check_images(self, request: TokenRequest) -> None:
-        """Raise ConfigError unless the images of the request are those of its placeholders."""
-        if self._tokens is not None:
-            self._tokens.check_images(request.prompt_ids, request.images)
-        elif request.images:
-            raise make_text_error(request.model)
 
     async def sample(self, request: TokenRequest) -> tuple[SampledTokens, dict[str, Any]]:
         """One continuation, and an info with `policy_version`, `used_args` without the prompt, and
@@ -109,7 +103,7 @@ class TokenCompletions:
         model = self._settings.served_names.get(request.model, request.model)
         ends = () if self._tokens is None else self._tokens.extra_end_ids
         request = replace(request, model=model, sampling=sampling, stop_token_ids=ends)
-        if (images := self._images) is not None:
+        if (images := self.images) is not None:
             short = shorten_prompt(request.prompt_ids, request.images, images) if request.images else ()
             request = replace(request, short_ids=short, banned_ids=images.banned_ids)
         tag = self._settings.reader.tag
@@ -153,8 +147,7 @@ class TokenCompletions:
 
 def make_sampled(request: TokenRequest, sampled: SampledTokens, info: Mapping[str, Any]) -> Sampled:
     """The tokens as clients return them, with the versions of the `info` of `TokenCompletions`."""
-    trace = TokenTrace.from_arrays(request.prompt_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason)
-    trace = replace(trace, images=tuple(request.images)) if request.images else trace
+    trace = TokenTrace.from_arrays(request.prompt_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason, request.images)
     return Sampled(trace, sampled.ended_by_token, info["policy_version"], info.get("weight_versions", ()))
 
 
