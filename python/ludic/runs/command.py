@@ -99,48 +99,35 @@ class RunCommand:
         nothing in the run's folder and has no summary."""
         with devices_left_open():
             recipe, directory = self.open(follows=log is not None)
-        with use_store(ImageStore(None if directory is None else directory.images)) as images:
-            return self._play(recipe, directory, images, console, started, log)
-
-    def _play(
-        self,
-        recipe: Any,
-        directory: RunDirectory | None,
-        images: ImageStore,
-        console: Console,
-        started: float,
-        log: RankLog | None,
-    ) -> tuple[int, str]:
-        """The same of a composed recipe, in the folder of a run that is resumed. `images`: the
-        store, which lies in the folder once there is one."""
         if needs_launcher(recipe.place) and not self._is_placed and read_rank_environment() is None:
             return launch(recipe, lambda: self.begin(recipe), directory, console)
         try:
-            if log is None and read_rank_environment() is None:  # with several ranks, all have to learn of an error
-                check_named_sources(recipe)
-            if directory is None:
-                check_name(recipe.output, recipe.name)
-            choose_devices(recipe)
-            console.print("Loading torch and transformers")
-            from ludic.training import ranks
+            with use_store(ImageStore(None if directory is None else directory.images)) as images:
+                if log is None and read_rank_environment() is None:  # with several ranks, all have to learn of an error
+                    check_named_sources(recipe)
+                if directory is None:
+                    check_name(recipe.output, recipe.name)
+                choose_devices(recipe)
+                console.print("Loading torch and transformers")
+                from ludic.training import ranks
 
-            run_class, screen, parts = self._build(recipe, console)
-            is_new = directory is None
-            directory = directory or self.begin(recipe)
-            images.settle(directory.images)
-            if log is not None:
-                log.open_file(directory.ranks)
-            with _record_failure(directory, screen.note, is_new=is_new):
-                run = run_class(recipe, parts, directory, screen)
-                run.is_placed = self._is_placed
-                if self._on_set_up is not None:
-                    self._on_set_up(run)
-                _describe_start(run, is_new=is_new)
-                run.timer.add("set_up", time.perf_counter() - started)
-                with run.stop:
-                    code = _play_to_end(run, started)
-                    with ranks.rank_0_alone("the report"):
-                        return code, run.conclude() if ranks.rank() == 0 else ""
+                run_class, screen, parts = self._build(recipe, console)
+                is_new = directory is None
+                directory = directory or self.begin(recipe)
+                images.settle(directory.images)
+                if log is not None:
+                    log.open_file(directory.ranks)
+                with _record_failure(directory, screen.note, is_new=is_new):
+                    run = run_class(recipe, parts, directory, screen)
+                    run.is_placed = self._is_placed
+                    if self._on_set_up is not None:
+                        self._on_set_up(run)
+                    _describe_start(run, is_new=is_new)
+                    run.timer.add("set_up", time.perf_counter() - started)
+                    with run.stop:
+                        code = _play_to_end(run, started)
+                        with ranks.rank_0_alone("the report"):
+                            return code, run.conclude() if ranks.rank() == 0 else ""
         finally:
             if directory is not None:
                 directory.release()
