@@ -84,14 +84,30 @@ class ChatTokenizer:
         assistant = [index for index, message in enumerate(messages) if message.get("role") == "assistant" and index >= first]
         if not assistant:
             raise DataError(f"{where} has no assistant message to train on; each row needs one")
-        template_args = {**self.template_args, **({"tools": tools} if tools else {})}
-        rendering = _Rendering(self.tokenizer, template_args, where, self.images)
-        if tools:
-            rendering.check_tools(messages, self.template_args)
+        rendering = self._render(tools, where)
+        if tools and rendering.ids(messages) == self._render(None, where).ids_or_none(messages):
+            # the model would be trained as if there were none
+            raise DataError(f"{where} has tools, which the chat template leaves out; set chat_template to one with `tools`")
         if self.turns == "all":
             return [rendering.tokenize(messages, assistant)]
         ends = assistant if self.turns == "each" else assistant[-1:]
         return [rendering.tokenize(messages[: index + 1], [index]) for index in ends]
+
+    def check_calls(self, messages: Sequence[Message], *, tools: Any = None, where: str = "the conversation") -> None:
+        """Raise DataError if the template leaves out the messages' tool calls: the model would be
+        trained on empty answers."""
+        if not any(message.get("tool_calls") for message in messages):
+            return
+        without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        rendering = self._render(tools, where)
+        if rendering.ids(messages) == rendering.ids_or_none(without):
+            raise DataError(
+                f"{where} has tool calls, which the chat template leaves out; set chat_template to one with tool_calls"
+            )
+
+    def _render(self, tools: Any, where: str) -> _Rendering:
+        template_args = {**self.template_args, **({"tools": tools} if tools else {})}
+        return _Rendering(self.tokenizer, template_args, where, self.images)
 
 
 @dataclass(frozen=True)
@@ -102,23 +118,25 @@ class _Rendering:
     tokenizer: Any
     template_args: Mapping[str, Any]
     where: str
-    images: ImageProcessor | None = None
+    images: ImageProcessor | None
 
     def tokenize(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """Tokenise the messages, with a mask on those at the indices `trained`."""
         marks_generation = _GENERATION.search(read_template(self.tokenizer, self.template_args.get("tools")))
         return self._mask_by_marks(messages, trained) if marks_generation else self._mask_by_prefixes(messages, trained)
 
-    def check_tools(self, messages: Sequence[Message], other_args: Mapping[str, Any]) -> None:
-        """Raise DataError if the template leaves out the tools: the model would be trained as if
-        there were none."""
-        if self._ids(messages, prompt=False) == _render_or_none(self.tokenizer, messages, other_args, self.where, self.images):
-            raise DataError(f"{self.where} has tools, which the chat template leaves out; set chat_template to one with `tools`")
-
-    def _ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
+    def ids(self, messages: Sequence[Message], *, prompt: bool = False) -> list[int]:
         """Return the ids of `messages`; with `prompt`, followed by the header of the assistant's
         next message."""
         return apply_template(self.tokenizer, messages, prompt=prompt, where=self.where, images=self.images, **self.template_args)
+
+    def ids_or_none(self, messages: Sequence[Message]) -> list[int] | None:
+        """The ids of messages from which something was left out; None for a template that asks for
+        it."""
+        try:
+            return self.ids(messages)
+        except DataError:
+            return None
 
     def _mask_by_prefixes(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """Compute the mask from renderings, each a prefix of the next.
@@ -129,12 +147,12 @@ class _Rendering:
         An answer that the template leaves open is ended by the token with which the next message
         begins; it is added to the last answer.
         """
-        full, turn_end = self._ids(messages, prompt=False), find_turn_end(self.tokenizer)
+        full, turn_end = self.ids(messages), find_turn_end(self.tokenizer)
         mask = [0] * len(full)
         for index in trained:
             is_last = index == len(messages) - 1
-            up_to_here = full if is_last else self._ids(messages[: index + 1], prompt=False)
-            prompt = self._ids(messages[:index], prompt=True)
+            up_to_here = full if is_last else self.ids(messages[: index + 1])
+            prompt = self.ids(messages[:index], prompt=True)
             self._check_is_prefix(prompt, up_to_here, f"the prompt of assistant message {index}", rewrites=False)
             start = len(prompt)
             end = turn_end.find(up_to_here, start)
@@ -277,36 +295,6 @@ def find_images(ids: Sequence[int], messages: Sequence[Message], images: ImagePr
     """Where the images of the conversation are in its ids."""
     digests = find_message_digests(messages)
     return tuple(find_spans(ids, digests, images)) if digests and images is not None else ()
-
-
-def check_calls_are_rendered(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Any,
-    template_args: Mapping[str, Any],
-    where: str,
-    images: ImageProcessor | None = None,
-) -> None:
-    """Raise DataError if the template leaves out the messages' tool calls: the model would be
-    trained on empty answers."""
-    if not any(message.get("tool_calls") for message in messages):
-        return
-    arguments = {**template_args, **({"tools": tools} if tools else {})}
-    without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-    with_calls = apply_template(tokenizer, messages, prompt=False, where=where, images=images, **arguments)
-    if with_calls == _render_or_none(tokenizer, without, arguments, where, images):
-        raise DataError(f"{where} has tool calls, which the chat template leaves out; set chat_template to one with tool_calls")
-
-
-def _render_or_none(
-    tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str, Any], where: str, images: ImageProcessor | None
-) -> list[int] | None:
-    """The ids of messages from which something was left out; None for a template that asks for
-    it."""
-    try:
-        return apply_template(tokenizer, messages, prompt=False, where=where, images=images, **arguments)
-    except DataError:
-        return None
 
 
 def _render_marked(

@@ -51,7 +51,6 @@ from ludic.training.samples.conversations import (
     AssistantTurns,
     ChatTokenizer,
     ChatTokens,
-    check_calls_are_rendered,
     tokenize_document,
     tokenize_prompt_completion,
 )
@@ -135,10 +134,9 @@ class SFTItems:
         if row.get("images") and not find_message_digests(messages):  # where the images are is known only now
             shown = intern_prompt(messages, current_store(), images=row["images"], where=f"{where}: ")
             return self._tokenize_conversation(shown, row, where, first)
-        template_args = read_template_kwargs(row, where)
-        chat = ChatTokenizer(self.tokenizer, self.assistant_turns, template_args, self.images)
+        chat = ChatTokenizer(self.tokenizer, self.assistant_turns, read_template_kwargs(row, where), self.images)
         samples = chat.tokenize(messages, tools=row.get("tools"), first=first, where=where)
-        check_calls_are_rendered(self.tokenizer, messages, row.get("tools"), template_args, where, self.images)
+        chat.check_calls(messages, tools=row.get("tools"), where=where)
         return samples
 
     def _tokenize_prompt_completion(self, row: Row, where: str) -> list[ChatTokens]:
