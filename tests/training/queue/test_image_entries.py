@@ -157,12 +157,12 @@ def test_one_flipped_bit_on_the_way_is_found_before_anything_is_stored():
     assert not store.has(DIGESTS[0])
 
 
-def test_the_size_of_images_is_limited_for_sender_and_reader():
-    size = len(SENDER.read(DIGESTS[0]))
-    exact = EntryLimits(max_image_bytes=size)
+def test_the_size_of_an_entry_with_its_images_is_limited_for_sender_and_reader():
+    size = len(send(one_group()))
+    exact = EntryLimits(max_bytes=size)
     assert receive(send(one_group(), limits=exact), limits=exact)[0]
-    small = EntryLimits(max_image_bytes=size - 1)
-    with pytest.raises(EntryError, match=f"1 images have {size} bytes, the limit"):
+    small = EntryLimits(max_bytes=size - 1)
+    with pytest.raises(EntryError, match=f"the limit of {size - 1}; .*smaller images"):
         send(one_group(), limits=small)
     store = ImageStore()
     with pytest.raises(EntryError, match=f"{size} bytes, the limit"):

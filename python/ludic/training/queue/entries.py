@@ -60,18 +60,16 @@ class EntryLimits:
     sent."""
 
     max_bytes: int = MAX_PAYLOAD_BYTES
-    """Size of the entry."""
+    """Size of the entry, with its images."""
     max_rollouts: int = 4096
     """Rollouts of a group, or samples."""
     max_steps: int = 4096
     """Steps of a rollout."""
     max_groups: int | None = None
     """Groups (`group_id`) of the rollouts. None means any number."""
-    max_image_bytes: int = MAX_PAYLOAD_BYTES
-    """Size of the images, which are in the entry once each."""
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_rollouts", "max_steps", "max_groups", "max_image_bytes"):
+        for name in ("max_bytes", "max_rollouts", "max_steps", "max_groups"):
             check_value(name, getattr(self, name), above=0, optional=True)
 
 
@@ -203,7 +201,7 @@ def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS, *, with_ima
     failures = [_Failure(**vars(each)) for each in played.failures]
     head = (group.run, group.number, group.version, group.attempt, group.actor, group.generation_s, group.ended_s)
     content = (*head, rollouts, played.num_requested, list(astuple(played.counts)), failures)
-    images = _read_images(_image_digests(played), limits) if with_images else {}
+    images = _read_images(_image_digests(played)) if with_images else {}
     return seal(GROUP, _ImageGroup(*content, images) if images else _Group(*content), limits)
 
 
@@ -228,7 +226,7 @@ def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: Sa
     head = (content.run, content.number, content.version, content.attempt, content.actor, content.generation_s, content.ended_s)
     group = Group(*head, played)
     _check_group(group, limits, check)
-    _add_images(_image_digests(played), content.images, limits)
+    _add_images(_image_digests(played), content.images)
     return group
 
 
@@ -240,25 +238,17 @@ def _image_digests(played: PlayedRollouts) -> list[str]:
     return list(dict.fromkeys((*read, *shown)))
 
 
-def _read_images(digests: Iterable[str], limits: EntryLimits) -> dict[str, bytes]:
+def _read_images(digests: Iterable[str]) -> dict[str, bytes]:
     """The images of an entry. Raises EntryError for one that is not in the store."""
     try:
-        images = {digest: current_store().read(digest) for digest in digests}
+        return {digest: current_store().read(digest) for digest in digests}
     except ImageError as error:
         raise EntryError(str(error)) from error
-    _check_image_bytes(images, limits)
-    return images
 
 
-def _check_image_bytes(images: Mapping[str, bytes], limits: EntryLimits) -> None:
-    if (size := sum(map(len, images.values()))) > limits.max_image_bytes:
-        raise EntryError(f"{len(images)} images have {size} bytes, the limit is {limits.max_image_bytes}; use smaller images")
-
-
-def _add_images(needed: Iterable[str], images: Mapping[str, bytes], limits: EntryLimits) -> None:
+def _add_images(needed: Iterable[str], images: Mapping[str, bytes]) -> None:
     """Store the needed images of an entry. Raises EntryError for one that is not the image of its
     digest, and for one that is neither in the entry nor in the store."""
-    _check_image_bytes(images, limits)
     store = current_store()
     try:
         for digest in needed:
@@ -376,7 +366,9 @@ def seal(kind: int, content: msgspec.Struct, limits: EntryLimits) -> bytes:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise EntryError(f"a group holds a value that cannot be sent: {error}") from error
     if _HEADER.size + len(body) > limits.max_bytes:
-        raise EntryError(f"a group of {len(body)} bytes is larger than the limit of {limits.max_bytes}; play smaller groups")
+        raise EntryError(
+            f"a group of {len(body)} bytes is larger than the limit of {limits.max_bytes}; play smaller groups, or smaller images"
+        )
     return _HEADER.pack(_MAGIC, VERSIONS[kind], kind, xxhash.xxh3_128_digest(body)) + body
 
 
@@ -503,7 +495,7 @@ def encode_samples(group: SampleGroup, limits: EntryLimits = DEFAULT_LIMITS) -> 
     actor sends nothing that the trainer must set aside."""
     try:
         content = (group.producer, group.sequence, *pack_samples(group.items))
-        images = _read_images((span.digest for item in group.items for span in item.images), limits)
+        images = _read_images(span.digest for item in group.items for span in item.images)
         payload = seal(SAMPLES, _ImageSamples(*content, images) if images else _Samples(*content), limits)
     except EntryError:
         raise
@@ -528,7 +520,7 @@ def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: 
         _check_sample(item, check or SampleCheck())
     if len({group_of(item.meta) for item in items}) > 1:
         raise EntryError("the samples are of several groups (group_id)")
-    _add_images({span.digest: None for item in items for span in item.images}, content.images, limits)
+    _add_images(dict.fromkeys(span.digest for item in items for span in item.images), content.images)
     return SampleGroup(content.producer, content.sequence, items)
 
 
