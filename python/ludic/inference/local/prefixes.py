@@ -132,7 +132,7 @@ class PrefixCache:
             size -= snapshot.nbytes
             dropped.add(snapshot.number)
         for digest, known in reversed(list(self.features.items())):
-            size += sum(tensor.nbytes for tensor in known.tensors)
+            size += known.nbytes
             if size > self.max_bytes:
                 del self.features[digest]
         if dropped:

@@ -35,6 +35,10 @@ class Features:
     form: tuple[Any, Any] = field(repr=False)
     """(class, fields) of the model's container, with a `_Part` in place of each tensor."""
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def with_tensors(self, tensors: Sequence[Tensor]) -> Features:
         """The same with other tensors: leaves, or gradients."""
         return replace(self, tensors=tuple(tensors))

@@ -44,6 +44,8 @@ from ludic.training.rng import preserved_rng, rng_state, set_rng_state
 
 CACHE_BYTES = 512 * 2**20
 """Features that are kept."""
+COUNTS = ("images/encoded", "images/patches", "images/encode_s")
+"""What the tower has computed: images, their patches, and seconds."""
 REMEDIES = {"trees": "prefix_sharing=off", "padding_free": "packing=optimal"}
 """Settings of the trainer that lead to another layout."""
 
@@ -64,8 +66,7 @@ class ImageEncoder:
         self._kept_bytes = 0
         self._weights: list[tuple[int, int]] = []
         """Parameters of the tower, and how often they were changed, when `_kept` was computed."""
-        self._encoded = self._patches = 0
-        self._seconds = 0.0
+        self._counts = dict.fromkeys(COUNTS, 0.0)
         self.is_sharded = is_sharded(model) and find_processor(model) is not None
         """Whether ranks share out the tower: then all of them run it equally often."""
         if self.is_sharded:
@@ -113,12 +114,12 @@ class ImageEncoder:
             for part in self.join_passes(missing):
                 for digest, made in zip(part, self.encode(part), strict=False):
                     self._kept[digest, adapters] = made
-                    self._kept_bytes += _count_bytes(made)
+                    self._kept_bytes += made.nbytes
         for digest in digests:
             self._kept.move_to_end((digest, adapters))
             features[digest] = self._kept[digest, adapters]
         while self._kept_bytes > CACHE_BYTES:
-            self._kept_bytes -= _count_bytes(self._kept.popitem(last=False)[1])
+            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
         return features
 
     def drop_changed(self) -> None:
@@ -137,9 +138,9 @@ class ImageEncoder:
         images = [self._processor.process(digest) for digest in digests]
         with autocast(self._cfg):
             features = encode_images(self._model, images or [self._processor.blank])
-        self._encoded += len(images)
-        self._patches += sum(image.num_patches for image in images)
-        self._seconds += time.perf_counter() - started
+        self._counts["images/encoded"] += len(images)
+        self._counts["images/patches"] += sum(image.num_patches for image in images)
+        self._counts["images/encode_s"] += time.perf_counter() - started
         return features
 
     @property
@@ -187,12 +188,7 @@ class ImageEncoder:
 
     def take_counts(self) -> dict[str, float]:
         """What the tower has computed since the last call."""
-        counts = {
-            "images/encoded": float(self._encoded),
-            "images/patches": float(self._patches),
-            "images/encode_s": self._seconds,
-        }
-        self._encoded, self._patches, self._seconds = 0, 0, 0.0
+        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
         return counts
 
     @property
@@ -286,7 +282,3 @@ def _list_images(batch: MicroBatches) -> list[str]:
         return []
     rows = [own if len(own := batch.micro_batch_rows(index)) else batch.stand_in for index in range(len(batch))]
     return [span.digest for row in np.sort(np.concatenate([batch.stand_in[:0], *rows])) for span in batch.batch.images.spans[row]]
-
-
-def _count_bytes(features: Features) -> int:
-    return sum(tensor.nbytes for tensor in features.tensors)
