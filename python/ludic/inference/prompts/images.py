@@ -4,11 +4,11 @@ and what servers get, which write images out themselves."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ludic.errors import ConfigError, DataError
-from ludic.images.content import intern_messages
+from ludic.images.content import intern_messages, list_image_parts
 from ludic.types import ImageSpan, Message
 
 if TYPE_CHECKING:
@@ -21,14 +21,12 @@ _MULTIMODAL = re.compile(r"(image|video|audio|vision|boi|eoi)\w*_token$")
 def intern_given(messages: Sequence[Message], images: ImageProcessor | None, model_name: str) -> Sequence[Message]:
     """The messages of a request with their images in the store. Raises ConfigError if there are
     some, and the model reads text alone."""
-    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
-    if not contents:
+    if images is None:
+        if any(list_image_parts(messages)):
+            raise _make_text_error(model_name)
         return messages
-    if images is not None:
-        return intern_messages(messages, images.store)
-    if any("image" in str(part.get("type")) for content in contents for part in content if isinstance(part, Mapping)):
-        raise _make_text_error(model_name)
-    return messages
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
+    return intern_messages(messages, images.store) if has_parts else messages
 
 
 def _make_text_error(model_name: str) -> ConfigError:

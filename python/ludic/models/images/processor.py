@@ -127,7 +127,7 @@ class ImageProcessor:
             if (known := self._cache.get(digest)) is not None:
                 self._cache.move_to_end(digest)
                 return known
-        made = self._process(digest)
+        made = self._read(self.store.open(digest), digest)
         with self._lock:
             if digest not in self._cache:
                 self._cache[digest], self._cache_bytes = made, self._cache_bytes + made.nbytes
@@ -141,9 +141,6 @@ class ImageProcessor:
         from PIL import Image
 
         return self._read(Image.new("RGB", (56, 56)), "blank")
-
-    def _process(self, digest: str) -> ProcessedImage:
-        return self._read(self.store.open(digest), digest)
 
     def _read(self, image: Image, digest: str) -> ProcessedImage:
         try:

@@ -156,10 +156,8 @@ def has_image_positions(model: nn.Module) -> bool:
 
 
 def find_positions(model: nn.Module, ids: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
-    """[3, T] position ids of one sequence `ids` [T], on the CPU, by the model's own rule. [1, T] of
-    models whose positions are the places."""
-    if not has_image_positions(model):
-        return torch.arange(len(ids))[None]
+    """[3, T] position ids of one sequence `ids` [T], on the CPU, by the own rule of a model that
+    `has_image_positions`."""
     owner, processor, ids = find_tower_owner(model), find_processor(model), ids[None].cpu()
     assert processor is not None  # or there were no spans
     named = inspect.signature(owner.get_rope_index).parameters.keys()

@@ -131,7 +131,7 @@ class CauseFinder:
             ways["a begin token before the prompt"] = [bos, *prompt]
             ways["no begin token before the prompt"] = prompt[1:] if prompt[:1] == [bos] else prompt
         messages = item.meta.get("chat_prompt_messages")
-        if messages and not item.images:
+        if messages:
             contents = "".join(message.get("content") or "" for message in messages)
             ways["the messages without any template"] = _encode(tokenizer, contents)
             ways["one line for each message"] = _encode(
