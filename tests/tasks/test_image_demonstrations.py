@@ -66,7 +66,7 @@ def test_a_demonstration_of_several_turns_is_one_sample_with_its_images(store):
     ]
     prompt = PromptEncoder(TOKENIZER, PROCESSOR).encode(Dialogue(messages))
     assert first.input_ids[: len(prompt.ids)] == prompt.ids
-    assert list(first.images) == prompt.images
+    assert first.images == prompt.images
     assert first.input_ids == second.input_ids
     trained = [token for token, mask in zip(first.input_ids, first.action_mask, strict=True) if mask]
     end = TOKENIZER.eos_token_id

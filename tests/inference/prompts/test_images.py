@@ -157,7 +157,7 @@ def test_a_span_is_found_by_hand(bpe):
         start,
         *[image] * 8,
     ]  # 16 x 16 and 32 x 16 pixels, 8 x 8 for each
-    assert prompt.images == [ImageSpan(first, before + 1, 4), ImageSpan(wide, before + 7, 8)]
+    assert prompt.images == (ImageSpan(first, before + 1, 4), ImageSpan(wide, before + 7, 8))
 
 
 @cache
@@ -174,7 +174,7 @@ def test_a_turn_begins_with_the_ids_and_spans_that_were_read_and_sampled(data, b
     processor, digests = known_processor(bpe)
     encoder, episode, tokenizer = PromptEncoder(processor.tokenizer, processor), Episode(), processor.tokenizer
     end, sampled_ids = tokenizer.convert_tokens_to_ids("<|im_end|>"), st.lists(st.integers(3, 250), max_size=5)
-    messages, known_ids, known_spans = [], [], []
+    messages, known_ids, known_spans = [], [], ()
     for _ in range(data.draw(st.integers(2, 4))):
         parts = st.lists(st.sampled_from(digests) | TEXTS, min_size=1, max_size=4)
         messages.append(user(*data.draw(parts)))
@@ -189,7 +189,7 @@ def test_a_turn_begins_with_the_ids_and_spans_that_were_read_and_sampled(data, b
         answer = [*data.draw(sampled_ids), end]
         trace = TokenTrace.from_arrays(prompt.ids, answer, [-1.0] * len(answer), "stop")
         read = encoder.read_answer(prompt, Sampled(trace, True, 0), episode=episode)
-        assert read.trace.images == tuple(prompt.images)
+        assert read.trace.images == prompt.images
         messages.append(read.message)
         known_ids, known_spans = [*prompt.ids, *answer], prompt.images
 
@@ -207,7 +207,7 @@ def test_an_image_in_the_result_of_a_tool_and_one_numbered_by_the_template():
     shown = {"role": "tool", "tool_call_id": "call00000", "name": "look", "content": [image_part(second)]}
     later = encoder.encode(Dialogue([user(first), message, shown]), episode)
     assert "picture 2: <start><image>" in processor.tokenizer.decode(later.ids[len(prompt.ids) :])
-    assert later.images == [*prompt.images, ImageSpan(second, later.images[1].start, 4)]
+    assert later.images == (*prompt.images, ImageSpan(second, later.images[1].start, 4))
 
 
 def test_a_template_that_knows_only_parts_shows_every_text():
@@ -300,7 +300,7 @@ def test_placeholders_must_be_those_of_the_images():
     processor, (first, *_) = make_processor()
     [image] = processor.tokenizer("<image>")["input_ids"]
     [video] = processor.tokenizer("<video>")["input_ids"]
-    assert find_spans([5, image, image, 3, image, image, 6], [first], processor, start=10) == [ImageSpan(first, 11, 5)]
+    assert find_spans([5, image, image, 3, image, image, 6], [first], processor, start=10) == (ImageSpan(first, 11, 5),)
     for ids in ([image] * 3, [image] * 5, [image, image, image, video]):
         with pytest.raises(ConfigError, match=rf"has {len(ids)} placeholders for the 4 features of 1 images"):
             find_spans(ids, [first], processor)

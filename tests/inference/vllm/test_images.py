@@ -72,13 +72,13 @@ def test_the_server_writes_images_out_and_must_read_the_ids_that_were_encoded(se
     expected = PromptEncoder(processor.tokenizer, processor).encode(Dialogue(messages))
     response, _ = run(server, processor, lambda client: client.complete(ask(*messages)))
     trace = response.to_trace()
-    assert (trace.prompt_token_ids, list(trace.images)) == (expected.ids, expected.images)
+    assert (trace.prompt_token_ids, trace.images) == (expected.ids, expected.images)
     body = server.bodies(GENERATE)[-1]
     assert body["token_ids"].count(processor.placeholder_id) == 2
     assert body["sampling_params"]["logit_bias"] == {str(IMAGE): -100.0, str(VIDEO): -100.0}
     assert body["content_parts"] == [{"type": "image_url", "url": None, "uuid": digest} for digest in (first, wide)]
     continued = run(server, processor, lambda client: client.complete_tokens(expected.ids, images=expected.images, seed=0))
-    assert (continued.prompt_token_ids, continued.images) == (expected.ids, tuple(expected.images))
+    assert (continued.prompt_token_ids, continued.images) == (expected.ids, expected.images)
 
 
 def test_the_bytes_of_an_image_are_sent_once_a_server_and_once_more_after_a_restart(server, processor):

@@ -275,7 +275,7 @@ class LocalChatClient:
                     raise made
                 prompts[i] = made
                 if isinstance(made, Prompt):
-                    prompt, images = made.ids, tuple(made.images)
+                    prompt, images = made.ids, made.images
                 else:
                     prompt, images = made, job.images
                     check_spans(prompt, images, self.images, type(unwrap_transformer(self.model)).__name__)

@@ -29,7 +29,7 @@ for requests outside of episodes."""
 
 class _Known(NamedTuple):
     ids: array[int]
-    images: Sequence[ImageSpan]
+    images: tuple[ImageSpan, ...]
 
 
 class DialogueCache:
@@ -162,7 +162,7 @@ class PromptEncoder:
                 prompt.images += find_spans(ids, part.images, self.images, start=len(prompt.ids))
                 self.images.check_count(len(prompt.images))
             if is_whole:
-                self._whole.put(prompt.dialogue, _Known(array("i", ids), tuple(prompt.images)))
+                self._whole.put(prompt.dialogue, _Known(array("i", ids), prompt.images))
             prompt.ids += ids
 
     def read_answer(
@@ -200,7 +200,7 @@ class PromptEncoder:
         prompt_ids, ids, logps = (
             stored(trace, name) for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
         )
-        kept = TokenTrace(prompt_ids, ids, logps, reason, trace.candidates, tuple(prompt.images))
+        kept = TokenTrace(prompt_ids, ids, logps, reason, trace.candidates, prompt.images)
         answer = Answer(text, message, kept, whole, stop, sampled.ended)
         turn = self.remember(prompt, answer, episode) if remembers else None
         return answer if turn is None else replace(answer, trace=turn.hold(kept))
@@ -236,9 +236,9 @@ class PromptEncoder:
             prompt = Prompt(dialogue, (), "root")
         messages = prompt.dialogue.messages
         if prompt.parent is not None:
-            prompt.images, messages = list(prompt.parent.images), messages[prompt.parent.num_messages + 1 :]
+            prompt.images, messages = prompt.parent.images, messages[prompt.parent.num_messages + 1 :]
         elif known := self._whole.get(prompt.dialogue):
-            prompt.parts, prompt.images, messages = [known.ids], list(known.images), ()
+            prompt.parts, prompt.images, messages = [known.ids], known.images, ()
         else:
             shown = prompt.dialogue
             text = self._template.render(shown.messages, shown.tools, **shown.template_kwargs)

@@ -64,7 +64,7 @@ def expand_markers(text: str, digests: Sequence[str], images: ImageProcessor) ->
     return first + "".join(images.process(digest).block + part for digest, part in zip(digests, rest, strict=True))
 
 
-def find_spans(ids: Sequence[int], digests: Sequence[str], images: ImageProcessor, *, start: int = 0) -> list[ImageSpan]:
+def find_spans(ids: Sequence[int], digests: Sequence[str], images: ImageProcessor, *, start: int = 0) -> tuple[ImageSpan, ...]:
     """Where the images are in `ids`, which begin at `start` of a prompt. Raises ConfigError unless
     the ids have the placeholders of these images, and no others.
 
@@ -78,12 +78,12 @@ def find_spans(ids: Sequence[int], digests: Sequence[str], images: ImageProcesso
             f"the prompt has {len(places)} placeholders for the {sum(counts)} features of {len(digests)} images; an image needs as many "
             "as its processor says, and text may have none"
         )
-    spans, at = [], 0
+    spans, at = list[ImageSpan](), 0
     for digest, count in zip(digests, counts, strict=True):
         first, last = places[at], places[at + count - 1]
         spans.append(ImageSpan(digest, start + first, last - first + 1))
         at += count
-    return spans
+    return tuple(spans)
 
 
 def check_spans(ids: Sequence[int], spans: Sequence[ImageSpan], images: ImageProcessor | None, model_name: str) -> None:
@@ -92,8 +92,8 @@ def check_spans(ids: Sequence[int], spans: Sequence[ImageSpan], images: ImagePro
     if images is None:
         if spans:
             raise _make_text_error(model_name)
-    elif (found := find_spans(ids, [span.digest for span in spans], images)) != list(spans):
-        raise ConfigError(f"images ({list(spans)}) must be the spans of the placeholders, {found}")
+    elif (found := find_spans(ids, [span.digest for span in spans], images)) != tuple(spans):
+        raise ConfigError(f"images ({tuple(spans)}) must be the spans of the placeholders, {found}")
 
 
 def shorten_prompt(ids: Sequence[int], spans: Sequence[ImageSpan], images: ImageProcessor) -> list[int]:

@@ -84,7 +84,7 @@ class Prompt:
     """Ids, and texts to encode."""
     ids: list[int] = field(default_factory=list)
     """[P] all ids, once they are encoded."""
-    images: list[ImageSpan] = field(default_factory=list)
+    images: tuple[ImageSpan, ...] = ()
     """The images in the ids, in order."""
     begun: str = ""
     """Text at the end of the prompt that begins the answer."""
@@ -149,8 +149,7 @@ class Transcript:
         shared = shared if prompt.shared == len(shared) else int_column(shared[: prompt.shared])
         ids = append_ids(shared, [*prompt.ids[prompt.shared :], *completion_ids])
         key, num_messages = prompt.keys[-1], len(prompt.keys) - 1
-        answer_key, images = _next_key(key, answer), tuple(prompt.images)
-        turn = Turn(self._count, ids, ended, answer, text, key, answer_key, num_messages, images)
+        turn = Turn(self._count, ids, ended, answer, text, key, _next_key(key, answer), num_messages, prompt.images)
         self._last_keys = prompt.keys
         self._count += 1
         self.turns[turn.number] = turn

@@ -172,7 +172,7 @@ class RenderedCompletions:
             check_fields(fields, TOKEN_FIELDS)
         top_k = request.return_.top_logprobs_k
         sent = TokenRequest(
-            request.model, prompt.ids, request.sampling, request.seed, top_k=top_k, fields=fields, images=tuple(prompt.images)
+            request.model, prompt.ids, request.sampling, request.seed, top_k=top_k, fields=fields, images=prompt.images
         )
         sampled, info = await self._completions.sample(sent)
         self._check_think_limit(sampled.token_ids, request.extensions)

@@ -294,7 +294,7 @@ def expand_images(text: str, messages: Sequence[Message], images: ImageProcessor
 def find_images(ids: Sequence[int], messages: Sequence[Message], images: ImageProcessor | None) -> tuple[ImageSpan, ...]:
     """Where the images of the conversation are in its ids."""
     digests = find_message_digests(messages)
-    return tuple(find_spans(ids, digests, images)) if digests and images is not None else ()
+    return find_spans(ids, digests, images) if digests and images is not None else ()
 
 
 def _render_marked(
