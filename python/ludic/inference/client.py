@@ -183,6 +183,16 @@ class SamplesTokens(Protocol):
         ...
 
 
+class CompletesBySampling:
+    """`complete_tokens` of clients that sample tokens."""
+
+    sample_tokens: Callable[..., Awaitable[Sampled]]
+
+    async def complete_tokens(self, prompt_token_ids: Sequence[int], **keywords: Any) -> TokenTrace:
+        """The trace of `sample_tokens`, which takes the same keywords."""
+        return (await self.sample_tokens(prompt_token_ids, **keywords)).trace
+
+
 class Episode:
     """The identity of one episode. Caches drop its data when it ends, not when the object is freed:
     timers that copied the context may keep the object alive longer."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
-from ludic.inference.client import PolicyPublisher, PushTarget, Sampled, Weights, current_episode
+from ludic.inference.client import CompletesBySampling, PolicyPublisher, PushTarget, Sampled, Weights, current_episode
 from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.prompts.images import check_spans, shorten_prompt
 from ludic.inference.prompts.template import Dialogue
@@ -88,7 +88,7 @@ class SGLangEndpoints(ServerCalls):
         self.call("post", "/update_weight_version", json={"new_version": version, "abort_all_requests": False})
 
 
-class SGLangClient(PushTarget):
+class SGLangClient(CompletesBySampling, PushTarget):
     """Completions from SGLang servers that serve the same model.
 
     With `tokenizer`, the policy's own, chats are rendered and encoded here and sent as token ids;
@@ -136,17 +136,6 @@ class SGLangClient(PushTarget):
         info["raw_response"] = {**info["raw_response"], "choices": [choice]}
         return request.return_.make_response(answer.text, answer.trace), info
 
-    async def complete_tokens(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        sampling: SamplingParams | None = None,
-        seed: int | None = None,
-        images: Sequence[ImageSpan] = (),
-    ) -> TokenTrace:
-        """Continue a prompt of token ids, with `images` in the places of their spans."""
-        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed, images=images)).trace
-
     async def sample_tokens(
         self,
         prompt_token_ids: Sequence[int],
@@ -155,7 +144,7 @@ class SGLangClient(PushTarget):
         seed: int | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> Sampled:
-        """`complete_tokens`, with the version of the weights that sampled."""
+        """Continue a prompt of token ids, with `images` in the places of their spans."""
         check_spans(prompt_token_ids, images, self.images, self.server_url)
         return (await self._sample(prompt_token_ids, sampling or SamplingParams(), seed, images))[0]
 

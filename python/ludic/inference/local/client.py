@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, InferenceError, check_value
 from ludic.event_loop import run_in_thread
-from ludic.inference.client import Episode, Sampled, WeightSource, current_episode
+from ludic.inference.client import CompletesBySampling, Episode, Sampled, WeightSource, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.prompts.encoder import PromptEncoder
@@ -59,7 +59,7 @@ class _Queue:
     worker: asyncio.Task[None] | None = None
 
 
-class LocalChatClient:
+class LocalChatClient(CompletesBySampling):
     """Chat completions from a causal model of transformers in this process.
 
     Concurrent requests are decoded as one batch of at most `max_batch_size` in a worker thread, so
@@ -150,18 +150,6 @@ class LocalChatClient:
             info["raw_response"] = {"choices": [choice]}
         return request.return_.make_response(answer.text, answer.trace), info
 
-    async def complete_tokens(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        sampling: SamplingParams | None = None,
-        seed: int | None = None,
-        images: Sequence[ImageSpan] = (),
-    ) -> TokenTrace:
-        """Continue token ids without changing them, with `images` in the places of their spans.
-        Text is decoded only to find stop strings."""
-        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed, images=images)).trace
-
     async def sample_tokens(
         self,
         prompt_token_ids: Sequence[int],
@@ -170,7 +158,8 @@ class LocalChatClient:
         seed: int | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> Sampled:
-        """`complete_tokens`, with the version of the weights that sampled."""
+        """Continue token ids without changing them, with `images` in the places of their spans.
+        Text is decoded only to find stop strings."""
         return (await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed, tuple(images)))[1]
 
     @property

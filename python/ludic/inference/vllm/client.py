@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.client import Publisher, PushTarget, Sampled, Weights
+from ludic.inference.client import CompletesBySampling, Publisher, PushTarget, Sampled, Weights
 from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.prompts.images import check_spans
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
@@ -30,7 +30,7 @@ from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.requests import ContextRoom, TokenRequest, extension_fields
 from ludic.inference.vllm.responses import ResponseReader
 from ludic.inference.vllm.servers import VLLMServers, server_url
-from ludic.types import ImageSpan, TokenTrace
+from ludic.types import ImageSpan
 
 if TYPE_CHECKING:
     from ludic.models.images.processor import ImageProcessor
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 RESET_TIMEOUT_S = 60.0
 
 
-class VLLMChatClient(PushTarget, AsyncClosing):
+class VLLMChatClient(CompletesBySampling, PushTarget, AsyncClosing):
     """Chat completions and continuations of token ids from one or more vLLM servers of the same
     model.
 
@@ -154,19 +154,6 @@ class VLLMChatClient(PushTarget, AsyncClosing):
         extension_fields(request.extensions)  # raises for invalid ones before anything else happens
         return await self._completions.complete(request)
 
-    async def complete_tokens(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        sampling: SamplingParams | None = None,
-        seed: int | None = None,
-        model: str | None = None,
-        images: Sequence[ImageSpan] = (),
-    ) -> TokenTrace:
-        """Continue token ids without changing them, with `images` in the places of their spans.
-        `model` defaults to the first model of the server."""
-        return (await self.sample_tokens(prompt_token_ids, sampling=sampling, seed=seed, model=model, images=images)).trace
-
     async def sample_tokens(
         self,
         prompt_token_ids: Sequence[int],
@@ -176,7 +163,8 @@ class VLLMChatClient(PushTarget, AsyncClosing):
         model: str | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> Sampled:
-        """`complete_tokens`, with the versions of the weights that sampled."""
+        """Continue token ids without changing them, with `images` in the places of their spans.
+        `model` defaults to the first model of the server."""
         model = model or next(iter(self._servers.context_lengths), "")
         request = TokenRequest(model, prompt_token_ids, sampling or SamplingParams(), seed, images=tuple(images))
         check_spans(prompt_token_ids, images, self._token_completions.images, model)
