@@ -75,11 +75,11 @@ def _select_place(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("revision", "subfolder") if name in options}
 
 
-def load_config(place: str, options: Mapping[str, Any] | None = None) -> Any:
+def load_config(place: str, options: Mapping[str, Any]) -> Any:
     """The config of the model that `load_model` loads with these `options`."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(place, trust_remote_code=False, **_select_place(options or {}))
+    return AutoConfig.from_pretrained(place, trust_remote_code=False, **_select_place(options))
 
 
 def choose_class(config: Any, *, scores: bool = False) -> Any:
@@ -174,12 +174,12 @@ def compare_processor(model: Any, began: Mapping[str, str | None] | None) -> dic
     return now
 
 
-def with_processor(model: Any, place: str, options: Mapping[str, Any] | None = None) -> Any:
+def with_processor(model: Any, place: str, options: Mapping[str, Any]) -> Any:
     """The model; one that sees images with the processor in `place`. Without a processor that can
     be used it reads text alone, and `require_processor` says why."""
     if sees_images(model.config):
         try:
-            attach_processor(model, load_processor(place, model.config, **(options or {})))
+            attach_processor(model, load_processor(place, model.config, **options))
         except (ConfigError, MissingExtraError) as error:
             refuse_images(model, str(error))
     return model
