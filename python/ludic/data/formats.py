@@ -12,6 +12,7 @@ whose column it has. One file has one format, or mixes the formats of this libra
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -220,12 +221,11 @@ def convert_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
 def _split_markers(message: Message) -> Message:
     """The message with a part for each marker. Example: `<image>How many?` of the user is the parts
     image and `How many?`."""
-    first, *rest = str(message["content"]).split(IMAGE_MARKER)
-    if not rest or message["role"] == "assistant":
+    pieces = re.split(f"({IMAGE_MARKER})", str(message["content"]))
+    if len(pieces) == 1 or message["role"] == "assistant":
         return message
-    texts = [{"type": "text", "text": text} for text in (first, *rest)]
-    parts = [texts[0], *(part for text in texts[1:] for part in ({"type": "image"}, text))]
-    return {**message, "content": [part for part in parts if part.get("text") != ""]}
+    parts = [{"type": "image"} if piece == IMAGE_MARKER else {"type": "text", "text": piece} for piece in pieces if piece]
+    return {**message, "content": parts}
 
 
 def convert_alpaca_to_text(row: Mapping[str, Any], where: str) -> tuple[str, str]:
