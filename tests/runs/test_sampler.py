@@ -10,12 +10,20 @@ from types import SimpleNamespace
 import fake_vllm
 import httpx2
 import pytest
+import torch
 from faulty_server import HANG
+from safetensors.torch import load_file
+from stub_policy_server import StubPolicyServer
 from stub_vllm import StubVLLM
+from stub_weight_server import same
+from tiny_vision import make_tiny_vision
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
 from ludic.errors import ConfigError
+from ludic.models.images.features import set_trained_parts
+from ludic.models.published import published_weights
+from ludic.models.saving import save_policy
 from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.model import make_small_model
@@ -23,7 +31,7 @@ from ludic.recipes.processes import LogprobConvention, choose_kind, choose_logpr
 from ludic.runs.reinforce import RLRun
 from ludic.runs.report.reinforce import summarize_mismatch, summarize_overlap, summarize_weight_sync
 from ludic.runs.report.summary import sum_phases
-from ludic.runs.sampler import _run_server, check_inference, make_preflight
+from ludic.runs.sampler import _run_server, check_inference, make_preflight, open_sampler
 from ludic.tasks.episodic import as_episodic
 from ludic.training.loop.step_record import PhaseTimer
 
@@ -305,3 +313,24 @@ def test_servers_answer_held_out_problems_only_where_they_have_the_weights(more)
     recipe = compose(["evaluation.on=servers", *more])
     with pytest.raises(ConfigError, match=r"evaluation.on \(\w+\) must be trainer, or servers \(inference=vllm"):
         check_inference(recipe, None)
+
+
+async def test_a_server_that_somebody_else_started_gets_the_frozen_weights_once(tmp_path):
+    """It may be of another checkpoint, and its tower would never be replaced."""
+    (model, processor), (other, _) = make_tiny_vision("qwen2_vl"), make_tiny_vision("qwen2_vl", seed=1)
+    folder = tmp_path / "run" / "model"
+    save_policy(model, processor.tokenizer, folder)
+    save_policy(other, processor.tokenizer, tmp_path / "server")
+    set_trained_parts(model, "frozen")
+    with StubPolicyServer(tmp_path / "server") as server:
+        server.on_v1_models = lambda *_: {"data": [{"id": "tiny", "max_model_len": 512}]}
+        recipe = compose([f"inference.url={server.url}", "inference.weights=disk"])
+        async with open_sampler(recipe, model, processor.tokenizer, folder, log=tmp_path / "log", note=print) as sampler:
+            assert same(server.served, load_file(folder / "model.safetensors"))
+            with torch.no_grad():
+                model.lm_head.weight.add_(1.0)
+            sampler.publisher.publish(published_weights(model), version=1)
+        assert torch.equal(server.served["lm_head.weight"], model.lm_head.weight)
+        pushed = load_file(tmp_path / "run" / "pushed" / "version_1" / "model.safetensors")
+    assert "lm_head.weight" in pushed
+    assert not any(name.startswith("visual.") for name in pushed)

@@ -178,7 +178,10 @@ class StubWeightServer:
 
     def ludic_manifest(self):
         own = self.receiver.checkpoint.weights
-        return {"dtype": self.dtype, "tied": self.tied, "weights": {n: {**w, "dtype": self.dtype} for n, w in own.items()}}
+        weights = {name: {**weight, "dtype": self.dtype} for name, weight in own.items()}
+        config = self.folder / "config.json"
+        known = {"config": json.loads(config.read_bytes())} if config.is_file() else {}
+        return {"dtype": self.dtype, "tied": self.tied, "weights": weights, **known}
 
     def ludic_discard(self):
         self.receiver.empty()

@@ -185,6 +185,7 @@ async def _connect(
     """A client of the servers at `urls`, with a publisher if `pushes`."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
     from ludic.inference.vllm.client import VLLMChatClient
+    from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
 
     timeout_s = recipe.inference.timeout_s
     images = find_processor(model)
@@ -196,17 +197,20 @@ async def _connect(
         if not pushes:
             yield Sampler(client, None, served[0], remote=True)
             return
-        by_folder = folder.parent / "pushed" if recipe.inference.weights == "disk" else None
+        by_folder, partial = folder.parent / "pushed" if recipe.inference.weights == "disk" else None, has_frozen_weights(model)
         publisher = await asyncio.to_thread(
             lambda: create_vllm_publisher(
                 client,
                 directory=by_folder,
                 master_address=recipe.inference.trainer_address,
                 timeout_s=recipe.inference.timeout_s,
-                partial=has_frozen_weights(model),
+                partial=partial,
             )
         )
         try:
+            if partial and recipe.inference.url is not None:  # it may have other frozen weights: it was started by somebody else
+                stored = Checkpoint(folder)
+                await asyncio.to_thread(lambda: publisher.publish(dict(stored.read(list(stored.weights))), version=0))
             yield Sampler(client, publisher, served[0], remote=True)
         finally:
             await asyncio.to_thread(publisher.close)

@@ -80,8 +80,8 @@ async def test_every_dialect_gives_the_model_the_same_image(opened):
 async def test_images_are_read_beside_the_calls_of_others(opened, monkeypatch):
     """A file of 100 kB may take a second."""
     _, session, processor = opened
-    threads, read = [], processor._process
-    monkeypatch.setattr(processor, "_process", lambda digest: (threads.append(threading.current_thread().name), read(digest))[1])
+    threads, read = [], processor._read
+    monkeypatch.setattr(processor, "_read", lambda *given: (threads.append(threading.current_thread().name), read(*given))[1])
     assert (await post(session, *chat(png(0)))).status_code == 200
     assert threads
     assert "gateway" not in threads

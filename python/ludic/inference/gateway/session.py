@@ -20,7 +20,7 @@ from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.inference.client import Episode, Sampled, SamplesTokens, as_episode
 from ludic.inference.gateway.dialects.base import Answered, Ask, CallError
 from ludic.inference.prompts.encoder import Answer, PromptEncoder
-from ludic.inference.prompts.images import intern_given
+from ludic.inference.prompts.images import check_spans, intern_given
 from ludic.inference.prompts.template import Dialogue, encode_text
 from ludic.inference.prompts.transcript import Prompt
 from ludic.inference.request import ChatCompletionRequest, SamplingParams, ToolRequest, derive_seed
@@ -298,7 +298,7 @@ class Answering:
             if fault:
                 raise CallError(f"prompt has {fault}")
             try:
-                self._encoder.check_images(ids, ())
+                check_spans(ids, (), self._encoder.images, "the model")
             except ConfigError as error:
                 raise CallError(str(error)) from None
             return Prompt(Dialogue([]), (), "root", ids=ids)

@@ -203,7 +203,8 @@ class WeightWorker:
             }
         config = getattr(engine.model_config, "hf_text_config", None) or engine.model_config.hf_config
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        own = None if checkpoint is None else json.loads((checkpoint.folder / "config.json").read_bytes())
+        file = None if checkpoint is None else checkpoint.folder / "config.json"
+        own = json.loads(file.read_bytes()) if file is not None and file.is_file() else None
         return {"dtype": dtype, "tied": tied, "weights": weights, "config": own}
 
     def ludic_discard(self) -> None:
