@@ -89,6 +89,16 @@ async def test_unchanged_weights_are_loaded_only_by_servers_that_lost_them(serve
     serve(servers, "3", 1)
 
 
+def test_frozen_weights_of_sglang_servers_stay_those_of_the_folder(servers, model, tmp_path):
+    publisher = create_checkpoint_publisher(SGLangClient(servers[0].url), tmp_path / "shared", model=model, partial=True)
+    trained = dict(list(weights(1).items())[:1])
+    publisher.publish(trained, version=1)
+    assert same(servers[0].served, {**weights(0), **trained})
+    whole = create_checkpoint_publisher(SGLangClient(servers[0].url), tmp_path / "whole", model=model)
+    with pytest.raises(PublishError, match="are missing in the push"):
+        whole.publish(trained, version=2)
+
+
 def test_sglang_needs_the_folder_of_the_model(servers, tmp_path):
     with pytest.raises(ConfigError, match="pass model="):
         create_checkpoint_publisher(SGLangClient(servers[0].url), tmp_path)

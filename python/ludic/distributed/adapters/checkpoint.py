@@ -43,15 +43,16 @@ class SGLangPublisher(Publisher):
         keep: int = 2,
         timeout_s: float = 300.0,
         allow_unchanged: bool = False,
+        partial: bool = False,
     ) -> None:
         """`model` is the folder that the servers were started with. Its config, tokenizer, names
-        and shapes are used."""
+        and shapes are used. `partial`: weights that a push leaves out are those of `model`."""
         check_value("keep", keep, "after a failed push, servers return to the previous version", least=2)
         self.client, self.servers = client, client.endpoints()
         self.timeout_s = timeout_s
         self._unchanged = UnchangedWeights("weights", allowed=allow_unchanged)
         self._folders = VersionFolders(directory, keep=keep, model=model)
-        self._manifest = _read_manifest(Path(model))
+        self._manifest, self._model, self._partial = _read_manifest(Path(model)), Path(model), partial
         self._served: tuple[Path, str | None] = (Path(model).resolve(), None)
 
     def expect_change(self, expected: bool) -> None:
@@ -59,13 +60,15 @@ class SGLangPublisher(Publisher):
 
     def publish(self, state_dict: Weights, version: Version = None) -> None:
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
+        from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
 
         if version is None:
             raise ConfigError("a checkpoint needs a version, which names its folder; call publish(weights, version=...)")
-        weights = cast_to_server(rename_to_checkpoint(state_dict), self._manifest, partial=False)
+        weights = cast_to_server(rename_to_checkpoint(state_dict), self._manifest, partial=self._partial)
 
         def push() -> None:
-            folder = self._folders.write(weights, version)
+            frozen = Checkpoint(self._model).read(sorted(self._manifest.weights.keys() - weights.keys()))
+            folder = self._folders.write({**dict(frozen), **weights}, version)
             self._load_on_all(folder, str(version))
             self._served = folder, str(version)
             self._folders.prune(folder)
