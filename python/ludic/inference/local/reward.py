@@ -31,7 +31,7 @@ from ludic.inference.reward_types import (
     select_trained_weights,
 )
 from ludic.models.images.features import Features
-from ludic.models.images.processor import find_processor, require_processor
+from ludic.models.images.processor import find_processor
 from ludic.models.images.rows import RowImages
 from ludic.models.images.support import check_images
 from ludic.models.packed_attention import pin_rope
@@ -183,22 +183,21 @@ class LocalRewardModel:
         return torch.stack([logits[row] for row in range(len(sequences))])
 
     def _encode_images(self, sequences: Sequence[Sequence[int]], spans: Sequence[tuple[ImageSpan, ...]]) -> dict[str, Features]:
-        """The features of each image. Raises DataError for one that has another number of tokens
-        here."""
-        digests = list(dict.fromkeys(span.digest for each in spans for span in each))
-        if not digests:
+        """The features of each image. Raises DataError for a sequence with other tokens of images
+        than its images have here."""
+        if (processor := find_processor(self.model)) is None:
             return {}
-        processor = require_processor(self.model)
-        check_images(self.model, processor)
+        digests = list(dict.fromkeys(span.digest for each in spans for span in each))
+        if digests:
+            check_images(self.model, processor)
         for index, (ids, images) in enumerate(zip(sequences, spans, strict=True)):
             processor.check_count(len(images))
-            for digest, start, length in images:
-                given = sum(token == processor.placeholder_id for token in ids[start : start + length])
-                if given != (needed := processor.process(digest).num_placeholders):
-                    raise DataError(
-                        f"image {digest} has {given} tokens in sequence {index}, and {needed} for {self.name}; "
-                        "use the processor and the images.max_pixels that the policy has"
-                    )
+            given = sum(token == processor.placeholder_id for token in ids)
+            if given != (needed := sum(processor.process(span.digest).num_placeholders for span in images)):
+                raise DataError(
+                    f"sequence {index} has {given} tokens of images, and its {len(images)} images have {needed} for {self.name}; "
+                    "use the processor and the images.max_pixels that the policy has"
+                )
         return dict(zip(digests, BatchImages(self.model, None).encode(digests), strict=True))
 
     def _forward(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None, images: RowImages) -> Tensor:
