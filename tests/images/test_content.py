@@ -16,6 +16,7 @@ from ludic.images.content import (
     intern_observation,
     intern_prompt,
     show_content,
+    to_openai,
 )
 from ludic.images.store import ImageError, ImageStore, use_store
 
@@ -183,3 +184,12 @@ def test_digests_are_found_in_order():
 
 def test_an_image_that_is_refused_is_an_error_of_data():
     assert issubclass(ImageError, DataError)
+
+
+def test_stored_images_become_data_urls_for_servers_and_the_rest_stays():
+    given = {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}
+    messages = [{"role": "system", "content": "Look."}, *user(image_part(DIGEST), TEXT, given)]
+    shown = to_openai(messages, STORE)
+    url = {"type": "image_url", "image_url": {"url": DATA_URL}}
+    assert shown == [messages[0], *user(url, TEXT, given)]
+    assert intern_messages(user(url, TEXT), STORE) == user(image_part(DIGEST), TEXT)

@@ -86,14 +86,11 @@ def to_openai(messages: Sequence[Message], store: ImageStore) -> list[Message]:
     for message in messages:
         content: Any = message.get("content")
         if find_digests(content):
-            content = [part if part.get("type") == "text" else _to_openai_part(part, store) for part in content]
+            urls = ([store.data_url(digest) for digest in find_digests([part])] for part in content)
+            pairs = zip(content, urls, strict=True)
+            content = [{"type": "image_url", "image_url": {"url": url[0]}} if url else part for part, url in pairs]
         shown.append({**message, "content": content} if isinstance(content, list) else message)
     return shown
-
-
-def _to_openai_part(part: Mapping[str, Any], store: ImageStore) -> dict[str, Any]:
-    [digest] = find_digests([part])
-    return {"type": "image_url", "image_url": {"url": store.data_url(digest)}}
 
 
 def _show_part(part: Any) -> str:

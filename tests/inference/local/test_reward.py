@@ -222,5 +222,5 @@ def test_an_image_that_has_other_tokens_than_for_the_policy_is_refused():
         scores(LocalRewardModel(model), [cut])
     more = ImageTokens((*sample.ids, processor.placeholder_id), sample.spans)
     for wrong in (tuple(sample.ids), more, "<image>"):
-        with pytest.raises(DataError, match="sequence 1 has .* tokens of images"):
+        with pytest.raises(DataError, match=r"sequence 1 has .* tokens of images"):
             scores(LocalRewardModel(model, processor.tokenizer), ["a", wrong])
