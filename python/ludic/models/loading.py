@@ -75,11 +75,11 @@ def _select_place(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("revision", "subfolder") if name in options}
 
 
-def load_config(place: str, options: Mapping[str, Any]) -> Any:
+def load_config(place: str, options: Mapping[str, Any] | None = None) -> Any:
     """The config of the model that `load_model` loads with these `options`."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(place, trust_remote_code=False, **_select_place(options))
+    return AutoConfig.from_pretrained(place, trust_remote_code=False, **_select_place(options or {}))
 
 
 def choose_class(config: Any, *, scores: bool = False) -> Any:
