@@ -158,8 +158,9 @@ class SGLangClient(CompletesBySampling, PushTarget):
         if seed is not None:
             params["sampling_seed"] = seed
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
-        banned: Sequence[int] = () if self.images is None else self.images.banned_ids
+        banned: Sequence[int] = ()
         if (images := self.images) is not None:
+            banned = images.banned_ids
             params["logit_bias"] = dict.fromkeys(map(str, banned), -100.0)
             if spans:
                 body["input_ids"] = shorten_prompt(prompt, spans, images)

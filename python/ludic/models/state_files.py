@@ -401,8 +401,10 @@ def list_transforms(model: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     plain: Any = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
-    with torch.device("meta"):
-        return get_model_conversion_mapping(plain._from_config(model.config), add_legacy=False)
+    if plain is not type(model):
+        with torch.device("meta"):
+            model = plain._from_config(model.config)
+    return get_model_conversion_mapping(model, add_legacy=False)
 
 
 def _stacks_experts(converter: Any) -> bool:

@@ -197,7 +197,8 @@ async def _connect(
         if not pushes:
             yield Sampler(client, None, served[0], remote=True)
             return
-        by_folder, partial = folder.parent / "pushed" if recipe.inference.weights == "disk" else None, has_frozen_weights(model)
+        by_folder = folder.parent / "pushed" if recipe.inference.weights == "disk" else None
+        partial = has_frozen_weights(model)
         publisher = await asyncio.to_thread(
             lambda: create_vllm_publisher(
                 client,

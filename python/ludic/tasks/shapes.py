@@ -5,9 +5,9 @@ in nine cells, each shifted in its cell. The answer to three red discs is `3r`; 
 right. The teacher names the colour, and often miscounts by one, so that reinforcement has to learn
 to count.
 
-With `looks`, an episode has three pictures more: the rows of the picture are covered, the model
-names one of them three times, and sees the picture with that row uncovered too. The teacher often
-names a row twice.
+With `looks`, an episode shows the picture three times: its rows are covered, the model names one of
+them three times, and sees the picture with that row uncovered too. The teacher often names a row
+twice.
 """
 
 from __future__ import annotations

@@ -103,12 +103,13 @@ class StreamToServer:
 
     def __init__(self, weights: WeightSource, manifest: ServerManifest, *, partial: bool) -> None:
         self._weights, self._manifest = weights, manifest
-        described = manifest.rename(rename_to_checkpoint(weights.describe()))
-        check_fit(describe_weights(described), manifest, partial=partial)
+        check_fit(describe_weights(self._renamed()), manifest, partial=partial)
+
+    def _renamed(self) -> dict[str, Tensor]:
+        return self._manifest.rename(rename_to_checkpoint(self._weights.describe()))
 
     def describe(self) -> dict[str, Tensor]:
-        described = self._manifest.rename(rename_to_checkpoint(self._weights.describe()))
-        return {name: self._cast(name, like) for name, like in described.items()}
+        return {name: self._cast(name, like) for name, like in self._renamed().items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for old, tensor in self._weights:

@@ -87,7 +87,8 @@ class MacroBatch:
         """Read the items once, truncate them, and drop those without a predicted action token. With
         `merge_turns`, an item that continues the item before it shares its line."""
         table, retained, images = read_table(items, max_seq_len, merge_turns=merge_turns)
-        truncated = token_lengths(items) > table.lengths
+        original = table.original_lengths if images is None else token_lengths(items)
+        truncated = np.asarray(original > table.lengths)
         trained = np.asarray(table.target_counts > 0)
         dropped: list[SAWItem] = []
         if not trained.all():

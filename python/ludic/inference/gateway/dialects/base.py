@@ -133,19 +133,20 @@ Content = str | list[Part] | None
 
 def join_text(content: Content, where: str) -> str:
     """The text of a content. Raises CallError for a part that is no text."""
-    text = read_content(content, where)
-    if isinstance(text, str):
-        return text
-    raise CallError(f"{where} has an image; images are in messages of the user and in results of tools")
+    return str(read_content(content, where, "system"))
 
 
-def read_content(content: Content, where: str) -> Observation:
+def read_content(content: Content, where: str, role: str) -> Observation:
     """A content as text, or if it has images as parts in OpenAI's form. Raises CallError for a part
-    that is neither."""
+    that is neither, and for an image of another role than the user or a tool."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [_read_part(part, where) for part in content]
-    return parts if any("image_url" in part for part in parts) else "".join(part["text"] for part in parts)
+    if not any("image_url" in part for part in parts):
+        return "".join(part["text"] for part in parts)
+    if role not in ("user", "tool"):
+        raise CallError(f"{where} has an image; images are in messages of the user and in results of tools")
+    return parts
 
 
 def _read_part(part: Part, where: str) -> dict[str, Any]:

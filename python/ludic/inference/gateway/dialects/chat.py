@@ -87,10 +87,9 @@ def read(body: bytes, *, ignore_format: bool = False) -> base.Ask:
 
 
 def _read_message(message: _Message, index: int) -> Message:
-    read = base.read_content if message.role in ("user", "tool") else base.join_text
     made: Message = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": read(message.content, f"messages[{index}].content"),
+        "content": base.read_content(message.content, f"messages[{index}].content", message.role),
     }
     if message.tool_calls:
         made["tool_calls"] = [base.make_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]

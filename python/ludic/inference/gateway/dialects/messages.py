@@ -106,14 +106,13 @@ def _read_message(message: _Message, where: str) -> list[Message]:
             case "tool_use":
                 calls.append(base.make_call(block.id, block.name, block.input))
             case "tool_result":
-                content = base.read_content(block.content, f"{where}: a tool_result")
+                content = base.read_content(block.content, f"{where}: a tool_result", "tool")
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case "redacted_thinking":
                 pass
             case other:
                 raise base.CallError(f"{where} has a block of type {other!r}; the model reads text and images")
-    read = base.read_content if message.role == "user" else base.join_text
-    made: Message = {"role": message.role, "content": read(parts, where)}
+    made: Message = {"role": message.role, "content": base.read_content(parts, where, message.role)}
     made |= {"tool_calls": calls} if calls else {}
     made |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
     return [*results, made] if parts or calls or not results else results

@@ -89,13 +89,12 @@ def _read_item(item: _Item, where: str, messages: list[Message], turn: Message |
     """Add an item to the messages. Items of one turn of the assistant, which is `turn` if one is
     open, are one message. Returns the open turn."""
     if item.type == "function_call_output":
-        content = base.read_content(item.output, f"{where}.output")
+        content = base.read_content(item.output, f"{where}.output", "tool")
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         return None
     if item.type == "message" and item.role != "assistant":
         role = "system" if item.role == "developer" else item.role
-        read = base.read_content if role == "user" else base.join_text
-        messages.append({"role": role, "content": read(item.content, f"{where}.content")})
+        messages.append({"role": role, "content": base.read_content(item.content, f"{where}.content", role)})
         return None
     if item.type not in ("message", "reasoning", "function_call"):
         raise base.CallError(f"{where} has the type {item.type!r}; the model reads messages, reasoning and calls of functions")
