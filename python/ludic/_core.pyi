@@ -13,6 +13,8 @@ __all__ = [
     "RankPlan",
     "SampleTable",
     "__version__",
+    "apply_delta",
+    "encode_delta",
     "gae",
     "group_pairs",
     "lengths_of",
@@ -324,6 +326,24 @@ def gae(
     another: `lengths` [E] tokens each, of all turns. `last_values` [E] are the values after the
     last token: 0 for an episode that ended, an estimate for one that was cut off. Raises DataError
     for columns of other lengths, DataTypeError for arrays of another kind."""
+
+def encode_delta(base: NDArray[np.uint8], new: NDArray[np.uint8], width: int) -> NDArray[np.uint8] | None:
+    """The change of a tensor from `base` to `new`, [bytes] each, whose entries have `width` bytes
+    (1, 2, 4 or 8); None if no bit differs.
+
+    Entries are compared as bits. The delta has the changed entries (gaps of their indices, and old
+    XOR new, as varints), or the XOR of all entries, whichever is smaller; it is at most one byte
+    longer than the tensor. Both arrays are read in place, with the GIL released if they are large:
+    no other thread may write to them meanwhile. Raises DataError for other sizes or widths,
+    DataTypeError for arrays of another kind.
+    """
+
+def apply_delta(target: NDArray[np.uint8], delta: NDArray[np.uint8], width: int) -> None:
+    """Apply a delta from `encode_delta` to its base, in place. Applied again, it restores the base.
+
+    Raises DataError, and changes nothing, if the bytes are not a delta of a tensor of this size and
+    width. They may be from anybody, but have no digest: one with other changes is applied.
+    """
 
 def reduce_records(
     records: Sequence[Mapping[str, Any]],

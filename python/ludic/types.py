@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,38 @@ class ImageSpan(NamedTuple):
     """Of the image in the store (`ludic.images.store`)."""
     start: int
     length: int
+
+
+class Routes(NamedTuple):
+    """The experts that computed the first R tokens of a sequence, in each of the layers that have
+    experts. The tokens after them have none recorded; the last one that was sampled never went
+    through the model.
+
+    Example: `Routes(bytes([3, 0, 1, 2]), 1, 2, 1)` are the experts 3 and 0 of token 0, and 1 and 2
+    of token 1.
+    """
+
+    data: bytes
+    """[R, layers, top_k] numbers of experts, little-endian."""
+    layers: int
+    top_k: int
+    """Experts of each token."""
+    width: int
+    """Bytes of a number: 1, or 2 if there are more than 256 experts."""
+
+    @property
+    def array(self) -> Any:
+        """[R, layers, top_k] a numpy array. Raises DataError if the bytes are no such array."""
+        import numpy as np
+
+        sizes = (self.layers, self.top_k, self.width)
+        if self.width not in (1, 2) or min(sizes) < 1 or len(self.data) % math.prod(sizes):
+            raise DataError(f"routes have {len(self.data)} bytes, which are not [R, layers, top_k] numbers of width {sizes}")
+        return np.frombuffer(self.data, f"<u{self.width}").reshape(-1, self.layers, self.top_k)
+
+    def cut(self, tokens: int) -> Routes:
+        """Of the first `tokens` tokens."""
+        return self._replace(data=self.data[: tokens * self.layers * self.top_k * self.width])
 
 
 def cut_spans(spans: Sequence[ImageSpan], begin: int, *, end: int | None = None, to: int = 0) -> tuple[ImageSpan, ...]:
@@ -191,6 +224,9 @@ class TokenTrace:
     all. None if the engine does not keep them."""
     images: tuple[ImageSpan, ...] = ()
     """The images of the prompt, in order. JSON of a trace without any does not have the key."""
+    routes: Routes | None = None
+    """The experts of the prompt and the completion, if the engine keeps them. JSON of a trace has
+    none."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "completion_token_ids"):
@@ -201,6 +237,12 @@ class TokenTrace:
             self.__dict__["images"] = read_spans(self.images, len(stored(self, "prompt_token_ids")))
         else:
             self.__dict__.pop("images", None)  # the class has (); encoders that read `__dict__` write nothing
+        if self.routes is None:
+            self.__dict__.pop("routes", None)
+        elif len(self.routes.array) > (
+            total := len(stored(self, "prompt_token_ids")) + len(stored(self, "completion_token_ids"))
+        ):
+            raise DataError(f"routes are of {len(self.routes.array)} tokens, and the trace has {total}")
         logps, num_tokens = stored(self, "completion_logprobs"), len(stored(self, "completion_token_ids"))
         if logps is None:
             return
@@ -228,8 +270,9 @@ class TokenTrace:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object that `from_dict` reads back."""
-        content = {**asdict(self), "images": [list(span) for span in self.images]}
-        return content if self.images else {name: value for name, value in content.items() if name != "images"}
+        content = {**asdict(replace(self, routes=None)), "images": [list(span) for span in self.images]}
+        left_out = {"routes"} if self.images else {"routes", "images"}
+        return {name: value for name, value in content.items() if name not in left_out}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TokenTrace:
@@ -274,6 +317,8 @@ class ChatResponse:
     """As in a `TokenTrace`."""
     images: tuple[ImageSpan, ...] = ()
     """As in a `TokenTrace`."""
+    routes: Routes | None = None
+    """As in a `TokenTrace`."""
 
     def __post_init__(self) -> None:
         ids, logps = stored(self, "completion_token_ids"), stored(self, "completion_logprobs")
@@ -307,7 +352,7 @@ class ChatResponse:
         prompt, completion, logps = (_copy_list(stored(self, name)) for name in _TOKEN_FIELDS)
         if prompt is None or completion is None:
             return None
-        return TokenTrace(prompt, completion, logps, self.finish_reason, self.candidates, self.images)
+        return TokenTrace(prompt, completion, logps, self.finish_reason, self.candidates, self.images, self.routes)
 
 
 def _copy_list(values: Any) -> Any:

@@ -99,3 +99,12 @@ def test_other_threads_run_while_a_large_table_is_written_and_read_as_bytes() ->
 def test_a_small_table_as_bytes_does_not_release_the_gil() -> None:
     table = table_of(1 << 10)
     assert not any(runs_beside(lambda: _core.SampleTable.from_bytes(table.to_bytes())) for _ in range(20))
+
+
+@pytest.mark.usefixtures("no_thread_is_interrupted")
+def test_other_threads_run_while_a_large_delta_is_made_and_applied() -> None:
+    base, new = np.zeros(1 << 24, np.uint8), np.ones(1 << 24, np.uint8)
+    delta = _core.encode_delta(base, new, 2)
+    assert delta is not None
+    assert runs_beside_in_time(lambda: _core.encode_delta(base, new, 2))
+    assert runs_beside_in_time(lambda: _core.apply_delta(base, delta, 2))

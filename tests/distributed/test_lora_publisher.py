@@ -3,17 +3,21 @@
 import copy
 import json
 import re
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from stub_weight_server import Refused, refuse
+from safetensors.torch import load_file, save
+from stub_weight_server import Refused, refuse, same
 from tiny_policy import make_tiny_policy
 
 from ludic.distributed import create_lora_publisher
 from ludic.errors import ConfigError, PublishError
-from ludic.models.lora import LoraSettings, apply_lora, collect_adapter_weights
+from ludic.inference.vllm.in_server.adapter_uploads import AdapterStore
+from ludic.models.lora import LoraSettings, apply_lora, collect_adapter_weights, save_adapter
+from ludic.models.published import published_weights
 
 BASE = make_tiny_policy()
 
@@ -30,7 +34,7 @@ def step(model, by=0.1):
                 parameter.add_(by)
 
 
-def test_each_version_has_its_own_name_and_old_ones_are_unloaded(start, model, tmp_path):
+def test_each_version_has_its_own_name_and_old_ones_are_unloaded(start, model):
     servers = [start(), start()]
     versions = []
     client = SimpleNamespace(
@@ -38,30 +42,29 @@ def test_each_version_has_its_own_name_and_old_ones_are_unloaded(start, model, t
         served_names={},
         weights_changed=lambda version, lost: versions.append(version),
     )
-    publisher = create_lora_publisher(client, model, directory=tmp_path / "adapters")
+    publisher = create_lora_publisher(client, model)
     for version in (1, 2, 3):
         step(model)
         publisher.publish({}, version=version)
         assert client.served_names == {"policy": f"policy@{version}"}
     for server in servers:
         assert list(server.adapters) == ["policy@2", "policy@3"]
-        assert server.version == "3"
+        assert server.version == "default"  # other runs may have adapters there, too
     assert versions == [1, 2, 3]
-    folder = tmp_path / "adapters" / "version_3"
-    assert servers[0].adapters["policy@3"] == str(folder)
+    folder = Path(servers[0].adapters["policy@3"])
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
     stored = load_file(folder / "adapter_model.safetensors")
     assert stored.keys() == collect_adapter_weights(model).keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in collect_adapter_weights(model).items())
 
 
-def test_if_one_server_cannot_load_a_version_none_keeps_it(start, model, tmp_path):
+def test_if_one_server_cannot_load_a_version_none_keeps_it(start, model):
     servers = [start(), start()]
-    publisher = create_lora_publisher([server.url for server in servers], model, directory=tmp_path)
+    publisher = create_lora_publisher([server.url for server in servers], model)
     publisher.publish({}, version=1)
     step(model)
     servers[1].faults["/v1/load_lora_adapter"] = refuse("LoRA rank 2 is greater than max_lora_rank", status=400)
-    with pytest.raises(PublishError, match=r"servers keep policy@1.*--max-lora-rank"):
+    with pytest.raises(PublishError, match=r"servers keep policy@1.*max_lora_rank.*--lora-rank"):
         publisher.publish({}, version=2)
     assert [list(server.adapters) for server in servers] == [["policy@1"]] * 2
     assert publisher.served_name == "policy@1"
@@ -70,15 +73,15 @@ def test_if_one_server_cannot_load_a_version_none_keeps_it(start, model, tmp_pat
     assert [list(server.adapters) for server in servers] == [["policy@1", "policy@2"]] * 2
 
 
-def test_unchanged_adapters_stay_loaded_and_a_version_can_be_repeated(start, model, tmp_path, caplog):
+def test_unchanged_adapters_get_the_name_of_each_version_and_a_version_can_be_repeated(start, model, caplog):
     server = start()
-    publisher = create_lora_publisher(server.url, model, directory=tmp_path)
+    publisher = create_lora_publisher(server.url, model)
     publisher.publish({}, version=1)
     publisher.publish({}, version=1)
     publisher.publish({}, version=2)
-    assert (list(server.adapters), publisher.served_name, server.version) == (["policy@1"], "policy@1", "2")
+    assert (list(server.adapters), publisher.served_name) == (["policy@1", "policy@2"], "policy@2")
     assert re.search("adapters of version 2 equal .*version 1", caplog.text)
-    server.adapters.clear()  # it was restarted
+    server.restart()
     publisher.publish({}, version=3)
     assert (list(server.adapters), publisher.served_name) == (["policy@3"], "policy@3")
     for version in range(4, 21):
@@ -89,60 +92,129 @@ def test_unchanged_adapters_stay_loaded_and_a_version_can_be_repeated(start, mod
         publisher.publish({})
 
 
-def test_a_server_that_was_restarted_gets_the_next_version(start, model, tmp_path, caplog):
+def test_a_server_that_was_restarted_gets_the_next_version(start, model):
     server = start()
-    publisher = create_lora_publisher(server.url, model, directory=tmp_path, keep=1)
+    publisher = create_lora_publisher(server.url, model)
     publisher.publish({}, version=1)
-    server.adapters.clear()
+    server.restart()
     step(model)
     publisher.publish({}, version=2)
     assert list(server.adapters) == ["policy@2"]
-    assert "policy@1 was not unloaded on all servers" in caplog.text
 
 
-def test_a_resumed_run_replaces_the_version_of_the_previous_run(start, model, tmp_path):
-    """The servers were not restarted and refuse to load a name that is already loaded."""
+def test_a_resumed_run_replaces_the_version_of_the_previous_run(start, model):
+    """The servers were not restarted and refuse to load a name that is already loaded. A folder is
+    not used again: the prefix cache tells adapters apart by name and folder."""
     server = start()
-    create_lora_publisher(server.url, model, directory=tmp_path / "before").publish({}, version=4)
-    resumed = create_lora_publisher(server.url, model, directory=tmp_path / "after")
+    create_lora_publisher(server.url, model).publish({}, version=4)
+    before = dict(server.adapters)
+    resumed = create_lora_publisher(server.url, model)
+    step(model)
     resumed.publish({}, version=4)
-    assert server.adapters == {"policy@4": str(tmp_path / "after" / "version_4")}
+    assert list(server.adapters) == ["policy@4"]
+    assert server.adapters != before
+    assert same(load_file(f"{server.adapters['policy@4']}/adapter_model.safetensors"), collect_adapter_weights(model))
 
 
-def test_loaded_adapters_are_queried_at_the_first_push_and_after_a_fault(start, model, tmp_path):
+def test_a_version_whose_answer_was_lost_is_loaded_again(start, model):
     server = start()
-    publisher = create_lora_publisher(server.url, model, directory=tmp_path)
-    listings = []
-
-    def push(version):
-        step(model)
-        publisher.publish({}, version=version)
-        listings.append(server.paths().count("/v1/models"))
-
-    for version in (1, 2, 3):
-        push(version)
+    publisher = create_lora_publisher(server.url, model)
+    publisher.publish({}, version=1)
+    step(model)
 
     def lost(body):
         server.on_v1_load_lora_adapter({}, body)
         raise Refused(500, "the answer is lost")
 
-    server.faults["/v1/load_lora_adapter"] = lost
-    server.faults["/v1/unload_lora_adapter"] = refuse("nor can it be taken back")
+    server.faults |= {"/v1/load_lora_adapter": lost, "/v1/unload_lora_adapter": refuse("nor can it be taken back")}
     with pytest.raises(PublishError, match="the answer is lost"):
-        push(4)
+        publisher.publish({}, version=2)
     server.faults.clear()
-    assert "policy@4" in server.adapters
-    push(4)
-    push(5)
-    server.adapters.clear()  # it was restarted, which the publisher notices when it unloads an old version
-    push(6)
-    push(7)
-    push(8)
-    assert listings == [1, 1, 1, 2, 2, 2, 3, 4]
-    assert server.adapters.keys() >= {"policy@7", "policy@8"}
+    first = server.adapters["policy@2"]
+    publisher.publish({}, version=2)
+    assert list(server.adapters) == ["policy@1", "policy@2"]
+    assert server.adapters["policy@2"] != first
 
 
-def test_a_sharded_model_is_refused_with_what_publishes_it(model, tmp_path):
+def test_the_servers_get_the_file_of_the_adapters_and_hardly_a_byte_more(start, tmp_path):
+    model = apply_lora(copy.deepcopy(BASE), LoraSettings(rank=64))
+    server = start()
+    publisher = create_lora_publisher(server.url, model)
+    publisher.publish({}, version=1)
+    step(model)
+    before = server.bytes_received
+    publisher.publish({}, version=2)
+    save_adapter(model, tmp_path)
+    size = (tmp_path / "adapter_model.safetensors").stat().st_size
+    assert size < server.bytes_received - before <= 1.01 * size
+    sent = load_file(f"{server.adapters['policy@2']}/adapter_model.safetensors")
+    assert same(sent, load_file(tmp_path / "adapter_model.safetensors"))
+    stored, own = (
+        json.loads((folder / "adapter_config.json").read_text()) for folder in (Path(server.adapters["policy@2"]), tmp_path)
+    )
+    read = ("r", "lora_alpha", "use_rslora", "use_dora", "bias", "modules_to_save", "rank_pattern", "alpha_pattern")
+    assert [stored[key] for key in read] == [own[key] for key in read]
+    assert sorted(stored["target_modules"]) == sorted(own["target_modules"])
+
+
+def test_weights_of_the_trainer_are_taken_and_merged_ones_are_not(start, model):
+    server = start()
+    publisher = create_lora_publisher(server.url, model)
+    given = {name: tensor + 1 for name, tensor in collect_adapter_weights(model).items()}
+    publisher.publish(given, version=1)
+    publisher.publish(published_weights(model), version=2)
+    sent = [load_file(f"{server.adapters[f'policy@{version}']}/adapter_model.safetensors") for version in (1, 2)]
+    assert same(sent[0], given)
+    assert same(sent[1], collect_adapter_weights(model))
+
+
+def test_runs_with_names_of_their_own_share_a_server(start, model):
+    server = start()
+    clients = [SimpleNamespace(server_urls=[server.url], served_names={}) for _ in range(2)]
+    publishers = [create_lora_publisher(client, model, served_as=f"run{number}") for number, client in enumerate(clients)]
+    for version in (1, 2, 3):
+        for publisher in publishers:
+            step(model)
+            publisher.publish({}, version=version)
+    assert [client.served_names for client in clients] == [{"policy": "run0@3"}, {"policy": "run1@3"}]
+    publishers[0].close()
+    assert list(server.adapters) == ["run1@2", "run1@3"]
+
+
+def test_a_refusal_is_found_by_a_trial_that_leaves_nothing(start, model):
+    servers = [start(), start()]
+    publisher = create_lora_publisher([server.url for server in servers], model)
+    assert publisher.find_refusal() is None
+    servers[1].faults["/v1/load_lora_adapter"] = refuse("LoRA rank 2 is greater than max_lora_rank", status=400)
+    assert re.search("max_lora_rank", publisher.find_refusal())
+    assert [server.adapters for server in servers] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"type": "http.request", "body": b"\x10\0\0\0\0\0\0\0{", "more_body": True}, {"type": "http.disconnect"}],
+        [{"type": "http.request", "body": b"no adapter"}],
+        [{"type": "http.request", "body": save({"a": torch.ones(1)}, metadata={"format": "pt"})}],
+    ],
+    ids=["the trainer is gone", "no safetensors", "no config"],
+)
+async def test_a_file_that_is_not_whole_or_no_adapter_leaves_nothing(messages, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    arriving = iter(messages)
+
+    async def receive():
+        return next(arriving)
+
+    store = AdapterStore()
+    status, answer = await store.store("first@1", receive)
+    assert status == 400
+    assert "first@1" in answer["error"]["message"]
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_sharded_model_needs_the_trainer_that_gathers_its_adapters(start, model):
+    publisher = create_lora_publisher(start().url, model)
     model.set_requires_gradient_sync = None  # as `fully_shard` leaves it
-    with pytest.raises(ConfigError, match=r"publish merged weights \(create_vllm_publisher\)"):
-        create_lora_publisher(None, model, directory=tmp_path)
+    with pytest.raises(ConfigError, match=r"Trainer\(publisher"):
+        publisher.publish({}, version=1)

@@ -29,7 +29,7 @@ def test_the_code_of_the_page_runs(tmp_path):
         assert same(server.served, weights(1))
         exec(adapters.replace("/shared", str(tmp_path)), names)
         names["publisher"].publish({}, version=2)
-        assert names["client"].served_names == {"policy": "policy@2"}
+        assert names["client"].served_names == {"policy": "first@2"}
     (tmp_path / "server" / "config.json").write_text("{}")
     with StubSGLang(tmp_path / "server") as server:
         code = sglang.replace("http://127.0.0.1:30000", server.url).replace("/shared/base-model", str(tmp_path / "server"))

@@ -33,7 +33,7 @@ def commands():
 
 def test_the_training_commands_of_the_page_are_recipes():
     shown = [command[command.index("train") + 1 :] for command in commands() if "train" in command]
-    assert len(shown) == 12
+    assert len(shown) == 13
     for arguments in shown:
         recipe = compose(arguments)
         assert choose_kind(recipe.inference) == (

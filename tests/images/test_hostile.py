@@ -2,15 +2,18 @@
 
 import base64
 import os
+import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile_images import LEFT_RED, encode, picture, read_files, refused_files
+from hostile_images import LEFT_RED, encode, noise, picture, png, read_files, refused_files
+from hypothesis import given, strategies as st
 
-from ludic.images.store import ImageError, ImageStore
+from ludic.images.store import MAX_PIXELS, ImageError, ImageStore
 
 REFUSED, READ = refused_files(), read_files()
 
@@ -60,7 +63,8 @@ def test_what_is_stored_is_stored_unchanged_when_it_is_added_again(store, tmp_pa
 
 
 def add_or_refuse(store, data):
-    """Add an image and open it; an error must be one line."""
+    """Add an image and open it; an error must be one line, which is returned. The error itself is
+    not kept: its traceback has the image, for whose pixels a reader may have taken gigabytes."""
     try:
         store.open(store.add(data))
     except ImageError as error:
@@ -68,6 +72,30 @@ def add_or_refuse(store, data):
     else:
         message = ""
     assert not message or message.isprintable()
+    return message
+
+
+def header_of(kind, width, height):
+    """A file whose header tells this size, behind which are fewer pixels."""
+    data = bytearray(noise(kind))
+    start, form, size = {
+        "GIF": (6, "<HH", (width, height)),
+        "JPEG": (data.find(b"\xff\xc0") + 5, ">HH", (height, width)),
+        "WEBP": (26, "<HH", (width, height)),
+        "PNG": (0, "", ()),
+    }[kind]
+    data[start : start + struct.calcsize(form)] = struct.pack(form, *size)
+    return png(width, height) if kind == "PNG" else bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "JPEG", "PNG", "WEBP"])
+@given(data=st.data())
+def test_a_header_of_too_many_pixels_is_refused_by_its_size(kind, data):
+    largest = 2**14 - 1 if kind == "WEBP" else 2**16 - 1
+    width = data.draw(st.integers(MAX_PIXELS // largest + 1, largest))
+    height = data.draw(st.integers(MAX_PIXELS // width + 1, largest))
+    message = add_or_refuse(ImageStore(), header_of(kind, width, height))
+    assert re.search(rf"{width}x{height} .*limit is 64|Image size .*limit", message)
 
 
 def test_every_prefix_of_a_file_is_read_or_refused_in_one_line(store):

@@ -97,7 +97,7 @@ async def test_unsupported_settings_are_refused(server):
 async def test_images_are_sent_as_data_urls_with_one_marker_each(server):
     _, processor = make_tiny_vision("qwen2_vl")
     digest = processor.store.add(make_picture(16, 16))
-    client = SGLangClient(server.url, tokenizer=processor.tokenizer, images=processor, max_retries=0)
+    client = SGLangClient(server.url, tokenizer=processor.tokenizer, max_retries=0)
     ids = [5, *[IMAGE] * 4, 6]
     span = ImageSpan(digest, 1, 4)
     server.prompt_tokens, server.sampled = len(ids), [5, 6]

@@ -29,6 +29,8 @@ from ludic.distributed.push.manifest import cast_to_server
 from ludic.errors import InferenceError, PublishError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
 from ludic.inference.vllm.endpoints import VllmEndpoints
+from ludic.models.lora import LoraSettings, apply_lora
+from ludic.models.published import published_weights
 
 pytestmark = pytest.mark.integration
 
@@ -47,6 +49,42 @@ def test_after_a_push_the_server_samples_from_the_models_weights(server, tmp_pat
         assert max_difference(model, server) < CLOSE
         assert max_difference(server.model, server) > CHANGED
         assert generate(server)[2] == [{"version": str(step), "start": 0, "end": 32}]
+
+
+@pytest.mark.parametrize("through", ["gloo", "disk"])
+def test_what_changed_is_loaded_and_only_once_all_servers_can(server, tmp_path, through):
+    """vLLM fuses projections and packs weights, so the receiver has the changed tensors of its own
+    copy loaded. Applying a delta to that copy must not change what is served."""
+    publisher = create_vllm_publisher(server.url, directory=tmp_path if through == "disk" else None)
+    models = [perturb(server.model, seed=13)]
+    for scale in (0.5, -0.5):
+        models.append(copy.deepcopy(models[-1]))
+        with torch.no_grad():
+            for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+                models[-1].get_parameter(name).view(-1)[::7].add_(scale)
+    publisher.publish(weights(models[0]), version=30)
+    whole = publisher.pushed_bytes
+    publisher.publish(weights(models[1]), version=31)
+    assert 0 < publisher.pushed_bytes < whole / 5
+    assert max_difference(models[1], server) < CLOSE
+    assert max_difference(models[0], server) > CHANGED
+
+    finalize = publisher.control.finalize_update
+
+    def fails_once_staged(version):
+        publisher.control.wait_staged()
+        assert max_difference(models[1], server) < CLOSE
+        raise PublishError("another server has no memory")
+
+    publisher.control.finalize_update = fails_once_staged
+    with pytest.raises(PublishError, match="no memory"):
+        publisher.publish(weights(models[2]), version=32)
+    assert (served_version(server), max_difference(models[1], server) < CLOSE) == ("31", True)
+    publisher.control.finalize_update = finalize
+    publisher.publish(weights(models[2]), version=32)
+    assert 0 < publisher.pushed_bytes < whole / 5
+    assert max_difference(models[2], server) < CLOSE
+    assert max_difference(models[1], server) > CHANGED
 
 
 def test_the_cache_of_old_weights_is_reset(server):
@@ -144,28 +182,83 @@ def test_weights_that_do_not_match_are_refused_before_the_server_is_contacted(se
     assert max_difference(server.model, server) < CLOSE
 
 
-def test_adapters_are_served_under_a_name_with_their_version(server, tmp_path):
-    from ludic.models.lora import LoraSettings, apply_lora
+def adapt(server, seed, rank=4):
+    """The server's model with adapters that change it."""
+    model = apply_lora(copy.deepcopy(server.model), LoraSettings(rank=rank))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
 
-    model = apply_lora(copy.deepcopy(server.model), LoraSettings(rank=4))
+
+def withdraw(server):
+    for name in VllmEndpoints(server.url).models():
+        if "@" in name:
+            VllmEndpoints(server.url).unload_adapter(name)
+
+
+def test_adapters_are_served_under_a_name_with_their_version(server):
     client = VLLMChatClient(host=server.host, port=server.port)
-    publisher = create_lora_publisher(client, model, directory=tmp_path, name="policy")
+    publisher = create_lora_publisher(client, adapt(server, 0), name="tiny", served_as="policy")
     for step in (1, 2, 3):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)) * 0.2)
+        publisher.model = model = adapt(server, step)
         publisher.publish({}, version=step)
-        assert client.served_names["policy"] == f"policy@{step}"
-        assert max_difference(model.eval(), server, model=f"policy@{step}") < 1e-3
+        assert client.served_names["tiny"] == f"policy@{step}"
+        assert max_difference(model, server, model=f"policy@{step}") < 1e-3
         assert max_difference(server.model, server) < CLOSE  # the base is as it was
         assert asyncio.run(client.get_policy_version()) == step
     assert [name for name in VllmEndpoints(server.url).models() if "@" in name] == ["policy@2", "policy@3"]
-    publisher.publish({}, version=4)  # what is loaded already
-    assert asyncio.run(client.get_policy_version()) == 4
-    assert client.served_names["policy"] == "policy@3"
-    for name in ("policy@2", "policy@3"):
-        VllmEndpoints(server.url).unload_adapter(name)
+    publisher.publish({}, version=4)  # unchanged
+    assert client.served_names["tiny"] == "policy@4"
+    assert max_difference(model, server, model="policy@4") < 1e-3
+    withdraw(server)
+
+
+def test_adapters_and_merged_weights_have_the_same_log_probabilities(server, record_property):
+    model = adapt(server, 21, rank=16)
+    create_lora_publisher(server.url, model).publish({}, version=1)
+    ids, of_adapter, _ = generate(server, model="policy@1")
+    create_vllm_publisher(server.url).publish(published_weights(model), version=21)
+    merged_ids, of_merged, _ = generate(server)
+    assert ids == merged_ids
+    difference = (torch.tensor(of_adapter) - torch.tensor(of_merged)).abs().max().item()
+    print(f"\nadapter and merged push differ by at most {difference:.1e} nats")
+    assert difference < 1e-3
+    withdraw(server)
+
+
+def test_a_name_that_comes_again_has_nothing_of_the_old_adapters_in_the_cache(server):
+    """As after a kill: the resumed trainer has other adapters of the same version. Two runs are at
+    the server, each under its own name."""
+    prompt = [10 + token % 200 for token in range(300)]
+    for seed in (31, 32):
+        models = {run: adapt(server, seed + 10 * number) for number, run in enumerate(("first", "second"))}
+        for run, model in models.items():
+            create_lora_publisher(server.url, model, served_as=run).publish({}, version=7)
+        for run, model in models.items():
+            assert max_difference(model, server, max_tokens=4, prompt=prompt, model=f"{run}@7") < 1e-3
+    withdraw(server)
+
+
+async def test_the_client_samples_from_the_adapters_and_says_which(server):
+    client = VLLMChatClient(host=server.host, port=server.port, tokenizer=server.tokenizer)
+    model = adapt(server, 41)
+    publisher = create_lora_publisher(client, model, name="tiny", served_as="run")
+    publisher.publish({}, version=3)
+    async with client:
+        sampled = await client.sample_tokens([10, 11, 12], sampling=SamplingParams(1.0, 16), seed=0)
+    assert (sampled.policy_version, [span["version"] for span in sampled.weight_versions]) == (3, [3])
+    far = logprob_differences(model, sampled.trace.completion_token_ids, sampled.trace.completion_logprobs, [10, 11, 12])
+    assert far.max().item() < 1e-3
+    withdraw(server)
+
+
+def test_a_server_refuses_adapters_of_a_higher_rank_with_the_reason(server):
+    publisher = create_lora_publisher(server.url, adapt(server, 0, rank=32))
+    assert "LoRA rank 32 is greater than max_lora_rank 16" in publisher.find_refusal()
+    assert not any("@" in name for name in VllmEndpoints(server.url).models())
 
 
 def test_the_client_pushes_and_every_sample_has_its_weight_version(server):

@@ -11,6 +11,8 @@ from served_weights import CHANGED, CLOSE, logprob_differences, max_difference, 
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
+from ludic.distributed import create_vllm_publisher
+from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.models.loading import load_model
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 
@@ -33,7 +35,7 @@ def rows(folder):
     return path
 
 
-LORA = ["lora.rank=8", "trainer.lr=0.02"]
+LORA = ["lora.rank=8", "lora.publish=merged", "trainer.lr=0.02"]
 
 
 @pytest.mark.parametrize("settings", [[], ["inference.weights=disk"], LORA, [*LORA, "warmup.steps=0"]])
@@ -53,6 +55,52 @@ def test_every_step_of_a_run_is_pushed_to_a_running_server(vllm_server_to_change
     assert max_difference(server.model, server) > CHANGED
     assert (tmp_path / "run" / "adapter").exists() == ("lora.rank=8" in settings)
     assert (tmp_path / "run" / "pushed" / "version_3").exists() == ("inference.weights=disk" in settings)
+
+
+def test_every_step_of_a_run_whose_server_sleeps_in_between_is_sampled_from_the_weights_of_its_trainer(tmp_path):
+    """On a CPU vLLM's sleep frees nothing; its order is the one on a GPU."""
+    vllm_or_skip()
+    where = ["inference=vllm", "inference.colocate=true", f"data={rows(tmp_path)}", f"output={tmp_path}", "name=run"]
+    ludic("train", "network.hidden_size=64", "network.num_heads=2", *RUN, *REWARD, *where, "trainer.lr=1.0e-3")
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["weight_sync"]["pushes"] == 3
+    assert found["mismatch"]["preflight"]["mean"] < CLOSE
+    assert found["mismatch"]["mean"] < CLOSE
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["train/grad_norm"] > 0 for line in lines if line["phase"] == "reinforce")
+    log = (tmp_path / "run" / "server.log").read_text()
+    assert log.count("wake up the engine with tags: ['weights']") == 4  # before the first step, and after each
+    assert log.count("wake up the engine with tags: ['kv_cache']") == 4
+
+
+def test_adapters_of_every_step_are_pushed_to_a_running_server(vllm_server_to_change, tmp_path):
+    """Nothing of the run stays at the server, which has its base model as before. A server with
+    pushed weights does not have that model, and gets merged weights."""
+    server = vllm_server_to_change
+    where = [f"inference.url={server.url}", f"output={tmp_path}", "trainer.log_every=1"]
+    command = [
+        "train",
+        f"model={server.folder}",
+        f"data={rows(tmp_path)}",
+        *RUN,
+        *REWARD,
+        *where,
+        "lora.rank=8",
+        "trainer.lr=0.02",
+    ]
+    before = served_version(server)
+    ludic(*command, "name=run", "lora.publish=adapter")
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["weight_sync"]["pushes"] == 3
+    assert found["mismatch"]["preflight"]["mean"] < CLOSE
+    assert found["mismatch"]["mean"] < CLOSE
+    assert (served_version(server), found["mismatch"]["lag"]) == (before, 0.0)
+    assert max_difference(server.model, server) < CLOSE
+    assert not any("@" in name for name in VllmEndpoints(server.url).models())
+    create_vllm_publisher(server.url).publish(dict(server.model.named_parameters()), version=9)
+    told = ludic(*command, "name=merged", "steps=1")
+    assert "Merged weights are pushed: " in told
+    assert max_difference(load_model(str(tmp_path / "merged" / "model"), "float32"), server) < CLOSE
 
 
 @pytest.mark.parametrize("tower", ["trained", "frozen"])

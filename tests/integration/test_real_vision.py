@@ -57,7 +57,7 @@ def test_a_server_reads_images_as_the_trainer_does(name, tmp_path, monkeypatch):
     parts = [{"type": "text", "text": "What\n"}, image_part(first), {"type": "text", "text": "\n?"}, image_part(second)]
 
     async def ask(port):
-        async with VLLMChatClient(port=port, tokenizer=processor.tokenizer, images=processor) as client:
+        async with VLLMChatClient(port=port, tokenizer=processor.tokenizer) as client:
             sampling, messages = SamplingParams(temperature=1.0, max_tokens=12), [{"role": "user", "content": parts}]
             requests = (ChatCompletionRequest("tiny", messages, sampling, ReturnSpec.for_rl(), seed=seed) for seed in range(4))
             return [response.to_trace() for response, _ in await asyncio.gather(*map(client.complete, requests))]

@@ -2,6 +2,7 @@
 reported correctly."""
 
 import asyncio
+from copy import deepcopy
 from dataclasses import replace
 
 import httpx2
@@ -13,6 +14,7 @@ from training_samples import cpu_config
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
+from ludic.distributed.adapters.vllm import create_vllm_publisher
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import (
     ChatCompletionRequest,
@@ -79,15 +81,22 @@ def test_log_probabilities_are_those_of_the_sampling_distribution(vllm_server, t
     assert beyond > 0  # some ids decode to nothing, so re-tokenising these answers could not restore them
 
 
-def test_a_teacher_behind_the_server_gives_the_log_probabilities_of_its_model(vllm_server):
-    """Of 24 samples of its own, of up to 128 tokens after 8 random ones; its logits reach tens, so
-    that float32 rounds to 2e-6."""
+def test_a_teacher_behind_the_server_gives_the_log_probabilities_of_its_model(vllm_server_to_change):
+    """Of 24 samples of its own, of up to 128 tokens after 8 random ones. Its logits deviate by 2.4.
+    The weights of its layers deviate by .06, where float32 itself differs from float64 by 5.7e-7 on
+    average; with the .3 of the server's own model it is 2.6e-6."""
+    server = vllm_server_to_change
     draw, cfg = torch.Generator().manual_seed(0), cpu_config(max_seq_len=256, micro_token_budget=2048)
-    teacher, frozen = TeacherServer(vllm_server.url, vllm_server.tokenizer, cfg), FrozenModel(vllm_server.model, cfg)
-    ids = torch.randint(0, len(vllm_server.tokenizer), (24, 8), generator=draw)
+    model = deepcopy(server.model)
+    with torch.no_grad():
+        for weight in model.model.layers.parameters():
+            weight.mul_(0.2 if weight.ndim == 2 else 1.0)
+    create_vllm_publisher(server.url).publish(dict(model.named_parameters()), version=1)
+    teacher, frozen = TeacherServer(server.url, server.tokenizer, cfg), FrozenModel(model, cfg)
+    ids = torch.randint(0, len(server.tokenizer), (24, 8), generator=draw)
     for _ in range(128):
         with torch.no_grad():
-            p = vllm_server.model(input_ids=ids).logits[:, -1].softmax(dim=-1)
+            p = model(input_ids=ids).logits[:, -1].softmax(dim=-1)
         ids = torch.cat([ids, torch.multinomial(p, 1, generator=draw)], dim=1)
     rows = [row[: 12 + 5 * number] for number, row in enumerate(ids.tolist())]
     items = [SAWItem(row, [1] * len(row), [0] * 8 + [1] * (len(row) - 8), 1.0, {}) for row in rows]
@@ -97,8 +106,8 @@ def test_a_teacher_behind_the_server_gives_the_log_probabilities_of_its_model(vl
         acts = micro_batch.tensors["action_mask"][:, 1:] != 0
         gaps.append((teacher.logps(micro_batch) - frozen.logps(micro_batch).wait())[acts].abs())
     gap = torch.cat(gaps)
-    assert gap.mean() <= 5e-6
-    assert gap.max() <= 1e-4
+    assert gap.mean() <= 1e-6
+    assert gap.max() <= 1e-5
 
 
 def test_both_endpoints_with_local_or_remote_rendering_give_the_same_tokens(vllm_server):

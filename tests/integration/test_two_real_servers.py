@@ -3,10 +3,13 @@ loses no answer and mixes no weights."""
 
 import asyncio
 import os
+import random
 import re
 import signal
 import threading
+import time
 
+import httpx2
 import pytest
 from real_vllm import running_vllm
 from served_weights import CLOSE, max_difference, perturb, running_requests, served_version, weights
@@ -15,7 +18,9 @@ from ludic.distributed import create_vllm_publisher
 from ludic.distributed.push import server_link
 from ludic.errors import PublishError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.servers import pool as server_module
+from ludic.inference.client import new_episode
+from ludic.inference.servers import server as server_module
+from ludic.inference.servers.admission import parse_metrics
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 pytestmark = pytest.mark.integration
@@ -206,6 +211,53 @@ def test_a_server_that_hangs_during_requests_loses_no_answer_and_is_used_again(s
     assert counts["live"] == 1
     assert counts["moved"] == counts[f"failures/{urls[1]}"]
     assert alive == dict.fromkeys(urls, True)
+
+
+def read_counts(servers):
+    """(tokens of prompts, of which were computed, preemptions) since the servers started."""
+    series = [parse_metrics(httpx2.get(f"{server.url}/metrics").text) for server in servers]
+
+    def total(name):
+        return sum(value for each in series for _, value in each.get(f"vllm:{name}_total", ()))
+
+    prompts = total("prompt_tokens")
+    return prompts, prompts - total("prompt_tokens_cached"), total("num_preemptions")
+
+
+async def play(client, seed, groups=8, members=4, turns=8):
+    """Groups of episodes that begin alike, 8 at a time. Each prompt is the one before, its answer
+    of 24 tokens, and 24 more, after a time in the environment."""
+    draw, gate = random.Random(seed), asyncio.Semaphore(8)
+
+    async def episode(first, rng, number):
+        ids, sampling = list(first), SamplingParams(1.0, 24)
+        async with gate:
+            with new_episode():
+                for turn in range(turns):
+                    trace = await client.complete_tokens(ids, sampling=sampling, seed=100 * number + turn)
+                    ids += [*trace.completion_token_ids, *(rng.randrange(3, 250) for _ in range(24))]
+                    await asyncio.sleep(rng.uniform(0, 0.1))
+
+    firsts = [[draw.randrange(3, 250) for _ in range(128)] for _ in range(groups)]
+    each = [(first, random.Random(draw.random())) for first in firsts for _ in range(members)]
+    async with client:
+        await asyncio.gather(*(episode(*one, number) for number, one in enumerate(each)))
+
+
+def test_routing_by_session_or_prefix_prefills_fewer_tokens_of_a_task_with_turns(servers):
+    prefilled = {}
+    for routing in ("least_busy", "session", "prefix"):
+        client = VLLMChatClient(urls=[server.url for server in servers], tokenizer=servers[0].tokenizer, routing=routing)
+        client.reset_prefix_cache()
+        before, began = read_counts(servers), time.perf_counter()
+        asyncio.run(play(client, seed=5))
+        prompts, computed, _ = (now - then for now, then in zip(read_counts(servers), before, strict=True))
+        prefilled[routing] = computed
+        requests = [client.metrics()[f"requests/{server.url}"] for server in servers]
+        print(f"{routing}: {computed:.0f} of {prompts:.0f} tokens, {requests} requests, {time.perf_counter() - began:.1f} s")
+    # 0.58 on two idle servers; an overloaded server passes episodes on.
+    assert prefilled["session"] <= 0.7 * prefilled["least_busy"]
+    assert prefilled["prefix"] <= 0.7 * prefilled["least_busy"]
 
 
 def test_a_server_killed_during_requests_loses_no_answer(servers, client, expected):

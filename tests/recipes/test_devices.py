@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from ludic.cli.app import app
 from ludic.recipes.compose import choose_devices, compose, config_hash, to_yaml
 from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
+from ludic.recipes.model import choose_threads
 
 
 def have_gpu(monkeypatch, answer):
@@ -39,3 +41,27 @@ def test_a_device_that_was_set_stays_and_results_are_those_of_one_process():
     launched = compose(["ranks=2"])
     choose_devices(launched)
     assert config_hash(launched) == config_hash(compose([]))
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "threads"), [(None, 9_999_999, 1), (None, 10_000_000, 7), (3, 10, 3), (3, 10**8, 3)]
+)
+def test_threads_follow_the_size_of_the_model_unless_they_are_set(monkeypatch, given, weights, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    recipe = compose([] if given is None else [f"threads={given}"])
+    assert choose_threads(recipe, torch.nn.Linear(weights, 1, bias=False, device="meta")) == threads
+
+
+def test_a_run_writes_its_threads_down_and_restores_the_process_s(tmp_path, capsys):
+    torch.set_num_threads(2)
+    try:
+        where = [f"output={tmp_path}", "name=run", "steps=1", "warmup.steps=0", "evaluation.prompts=1", "rollout.prompts=1"]
+        assert app(["train", *where, "network.hidden_size=16", "network.intermediate_size=16"], standalone_mode=False) in (
+            0,
+            None,
+        )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert "1 threads" in capsys.readouterr().out
+    assert compose([str(tmp_path / "run" / "config.yaml")]).threads == 1

@@ -43,6 +43,28 @@ def test_a_run_measures_its_distance_from_the_teacher_and_leaves_it_as_it_is(tmp
     assert not (tmp_path / "run" / "reference").exists()
 
 
+def test_a_column_of_the_data_names_the_teacher_of_a_row(tmp_path: Path, teacher: Path) -> None:
+    """The policy is the teacher `b`."""
+    uniform = tmp_path / "uniform"
+    make_small_model(compose([f"network.{size}" for size in (*SIZES, "initializer_range=0")]).network).save_pretrained(uniform)
+    make_byte_tokenizer().save_pretrained(uniform)
+    kl = {}
+    for name in "ab":
+        rows = [{"prompt": f"{number}=", "answer": f"#### {number}", "subject": name} for number in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        settings = [
+            *("task.kind=data", f"data={tmp_path / name}.jsonl", "reward=gsm8k", f"model={uniform}", "warmup.steps=0", "steps=1"),
+            *("algorithm=opd", f"teacher.model={{a: {teacher}, b: {uniform}}}", "teacher.column=subject"),
+            "rollout.max_new_tokens=8",
+        ]
+        done = train(f"output={tmp_path}", f"name=run-{name}", *settings)
+        assert done.exit_code == 0, done.output
+        [line] = [json.loads(line) for line in (tmp_path / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
+        kl[name] = line["reference/kl"]
+    assert kl["a"] > 0.1
+    assert abs(kl["b"]) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -50,6 +72,13 @@ def test_a_run_measures_its_distance_from_the_teacher_and_leaves_it_as_it_is(tmp
         (["algorithm=opd", "teacher=./nowhere"], "teacher.model (./nowhere) does not exist"),
         (["algorithm=opd", "teacher=OTHER"], "must have the policy's vocabulary"),
         (["algorithm=grpo", "teacher=TEACHER"], "is not read by algorithm (grpo); set algorithm=opd"),
+        (["algorithm=opd", "teacher.model={a: TEACHER, b: OTHER}"], "OTHER) must have the policy's vocabulary"),
+        (["algorithm=opd", "teacher.model.a=./nowhere"], "teacher.model (./nowhere) does not exist"),
+        (["algorithm=opd", "teacher.column=subject"], "needs teacher.model or teacher.url"),
+        (
+            ["algorithm=opd", "algorithm_args.divergence=jsd", "teacher.model={a: TEACHER}"],
+            "reads the logits of one model, not of teacher (TEACHER); set",
+        ),
     ],
 )
 def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_written(
@@ -63,7 +92,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_written(
     (first, one), (second, two), *_ = [pair for pair in vocabulary["model"]["vocab"].items() if pair[1] > 100]
     vocabulary["model"]["vocab"] |= {first: two, second: one}
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
-    given = [each.replace("OTHER", str(other)).replace("TEACHER", str(teacher)) for each in settings]
+    *given, message = [each.replace("OTHER", str(other)).replace("TEACHER", str(teacher)) for each in (*settings, message)]
     done = train(f"output={tmp_path}", "name=run", *given)
     assert done.exit_code != 0
     assert message in " ".join(done.output.split())

@@ -77,7 +77,7 @@ def test_sft_reads_rows_with_images_for_a_model_that_sees_them(tmp_path):
     recipe = compose_sft([f"data={write_rows(tmp_path / 'data')}", *VISION, "heldout=0.3"])
     tokenizer = build_tokenizer(recipe)
     images = find_processor(build_model(recipe, tokenizer))
-    data = SFTData.read(recipe, tokenizer, images)
+    data = SFTData.read(recipe, tokenizer)
     assert (len(data.train), len(data.heldout)) == (9, 3)  # by its image, each prompt is another one
     assert len({item.images[0].digest for item in (*data.train, *data.heldout)}) == 12
     assert all(np.asarray(item.input_ids)[item.images[0].start] == images.placeholder_id for item in data.train)

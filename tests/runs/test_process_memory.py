@@ -9,7 +9,7 @@ import pytest
 FAULTS = """
 import gc, resource
 import torch
-from ludic.runs.command import YOUNG_OBJECTS, settle_memory
+from ludic.training.freed_memory import YOUNG_OBJECTS, settle_memory
 torch.set_num_threads(1)
 def step():
     for size in (1, 2, 4):
@@ -48,7 +48,7 @@ def test_freed_tensors_are_not_returned_to_the_system_unless_variables_say_so():
 
 def test_objects_that_the_program_froze_stay_frozen():
     code = (
-        "import gc\nimport ludic.training.backend.memory\nfrom ludic.runs.command import settle_memory\n"
+        "import gc\nfrom ludic.training.freed_memory import settle_memory\n"
         "gc.freeze()\nfrozen = gc.get_freeze_count()\n"
         "with settle_memory():\n    assert gc.get_freeze_count() == frozen\n"
         "assert gc.get_freeze_count() == frozen > 0\n"

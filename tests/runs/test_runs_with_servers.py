@@ -3,6 +3,7 @@ that hold the policy and sample from it (`policy_vllm`)."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ STEPS = 8
 
 def settings(folder: Path, *more: str) -> list[str]:
     """A run in which every step changes the weights."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     python = fake_vllm.install(folder / "venv", cpu=False, script=policy_vllm.__file__)
     rows = folder / "rows.jsonl"
     problems = [{"prompt": f"{n * 7919 % 100000}>", "completion": f"{n:03d}"} for n in range(30)]
@@ -112,6 +113,26 @@ def test_servers_answer_the_held_out_problems_too(whole: Path, tmp_path: Path) -
     assert versions.count("4") == versions.count("3") + measured
     assert versions.count("0") == versions.count("3") + measured
     assert [line["step"] for line in metrics_of(run) if "eval/sampled_reward" in line] == [4, 8]
+
+
+def test_a_run_that_pushes_adapters_is_the_undisturbed_run_after_kills(tmp_path: Path) -> None:
+    """Each version is one set of adapters, whoever was killed; the base model is never sampled
+    from."""
+    more = [*ACTOR, "lora.rank=4", "trainer.lr=3e-2"]
+    whole = play(tmp_path / "whole", "", *more)
+    command, variables = killed_launch(tmp_path / "killed", "server0@2,trainer@5", *more)
+    run, env = tmp_path / "killed" / "run", {**os.environ, **variables}
+    assert subprocess.run(command, env=env, capture_output=True, timeout=300).returncode == 256 - signal.SIGKILL
+    resume = [sys.executable, "-m", "ludic.cli", "train", "--resume", str(run)]
+    done = subprocess.run(resume, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_is_the_run(run, whole)
+    assert restarted(run) == ["server0"]
+    for each in (whole, run):
+        answers = answers_of(each)
+        assert set(answers) == {str(step) for step in range(STEPS)}
+        assert all(len(weights) == 1 for weights in answers.values())
+    assert len({next(iter(weights)) for weights in answers.values()}) == STEPS  # it learns
 
 
 def test_on_ray_a_server_an_actor_and_the_trainer_are_killed(whole: Path, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_sampler_and_trainer_use_the_same_distribution(temperature, other, expec
     assert RLRun.build(recipe, print).trainer_cfg.temperature == expected.temperature
 
 
-KEPT = ["rollout.keep_candidates=true", "trainer.logits=full", "trainer.prefix_sharing=off", "rollout.top_k=5"]
+KEPT = ["rollout.keep_candidates=true", "trainer.logits=full", "rollout.top_k=5"]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ async def test_the_startup_time_of_a_server_is_measured(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])
     timer, notes = PhaseTimer(), []
-    async with _run_server(recipe, tmp_path, tmp_path / "log", notes.append, timer) as url:
+    async with _run_server(recipe, tmp_path, tmp_path / "log", notes.append, timer, False) as url:
         assert httpx2.get(f"{url}/health", timeout=30).status_code == 200
     assert timer.seconds("server_start") > 0
     assert len(notes) == 1

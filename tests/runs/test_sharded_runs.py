@@ -4,6 +4,7 @@ measured and saved with the trained weights, and resumed on as many ranks and on
 import json
 import shutil
 import signal
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ranked_commands import (
     Ranks,
     alone,
     copied_before_step_3,
+    in_slices,
     killed_before_step_4,
     largest_difference,
     ludic_command,
@@ -73,6 +75,21 @@ def summary_of(run: Path):
 
 
 @pytest.fixture(scope="module")
+def whole_runs(folder):
+    """Kind of a run -> the run of one process, which is made once."""
+
+    @cache
+    def run_alone(kind):
+        return run_command(folder, f"{shorten(kind)}-whole", *settings_of(kind, folder), world_size=1, work=alone)
+
+    return run_alone
+
+
+def shorten(kind):
+    return kind.replace(", ", "-").replace(" ", "-")
+
+
+@pytest.fixture(scope="module")
 def sharded_sft(folder):
     return run_command(folder, "sft-sharded", *settings_of("sft", folder), "sharding=full")
 
@@ -81,13 +98,61 @@ def sharded_sft(folder):
     "kind",
     ["train", "train, a value head", "train, a critic", "train, adapters, a batch ahead", "train, images", "sft", "train-rm"],
 )
-def test_a_sharded_run_is_that_of_one_process(kind, folder, request):
-    settings, name = settings_of(kind, folder), kind.replace(", ", "-").replace(" ", "-")
-    whole = run_command(folder, f"{name}-whole", *settings, world_size=1, work=alone)
+def test_a_sharded_run_is_that_of_one_process(kind, folder, whole_runs, request):
     if kind == "sft":
         sharded = request.getfixturevalue("sharded_sft")
     else:
-        sharded = run_command(folder, f"{name}-sharded", *settings, "sharding.kind=full")
+        sharded = run_command(folder, f"{shorten(kind)}-sharded", *settings_of(kind, folder), "sharding.kind=full")
+    assert_same_run(whole_runs(kind), sharded, kind)
+
+
+CONTEXT = ["sharding.kind=full", "sharding.context=2"]
+
+
+@pytest.fixture(scope="module")
+def sft_of_slices(folder):
+    return run_command(folder, "sft-slices", *settings_of("sft", folder), *CONTEXT, work=in_slices)
+
+
+@pytest.mark.parametrize("kind", ["train", "train, a critic", "train, adapters, a batch ahead", "sft", "train-rm"])
+def test_a_run_whose_ranks_compute_slices_of_rows_is_that_of_one_process(kind, folder, whole_runs, request):
+    if kind == "sft":
+        run = request.getfixturevalue("sft_of_slices")
+    else:
+        run = run_command(folder, f"{shorten(kind)}-slices", *settings_of(kind, folder), *CONTEXT, work=in_slices)
+    assert_same_run(whole_runs(kind), run, kind)
+
+
+def test_slices_of_rows_are_killed_and_resume_on_other_ranks(folder, sft_of_slices):
+    """Bit for bit on as many; on ranks with rows of their own, and on one process."""
+    name = "sft-slices-killed"
+    arguments = [*settings_of("sft", folder), *CONTEXT, f"output={folder}", f"name={name}"]
+    with Ranks(folder / "log-slices-killed", 2, *arguments, work=killed_before_step_4) as run:
+        assert run.wait() == [75, -signal.SIGKILL], run.read_all()
+    killed = folder / name
+    copies = [shutil.copytree(killed, folder / f"{name}-{way}") for way in ("alone", "rows")]
+    run_command(folder, name, "sft", "--resume", str(killed))
+    assert largest_difference(killed, sft_of_slices) == 0.0
+    run_command(folder, copies[0].name, "sft", "--resume", str(copies[0]), world_size=1, work=alone)
+    run_command(folder, copies[1].name, "sft", "--resume", str(copies[1]), "sharding.context=1")
+    for copy in copies:
+        assert largest_difference(copy, sft_of_slices) < 1e-6
+
+
+def test_images_and_heads_that_do_not_divide_are_refused_with_a_line(folder):
+    odd = ["network.num_heads=1", "network.num_kv_heads=1"]
+    cases = {
+        "images": (["train", *SHAPES, *CONTEXT], "samples with images are computed whole; set sharding.context (2) to 1"),
+        "heads": ([*settings_of("sft", folder), *odd, *CONTEXT], "1 attention heads cannot be divided among 2 ranks"),
+    }
+    for name, (arguments, line) in cases.items():
+        with Ranks(folder / f"refused-{name}", 2, *arguments, f"output={folder}", f"name=no-{name}", work=ludic_command) as run:
+            codes = run.wait()
+            assert line in run.read(0, "err").replace("\n", " "), (codes, run.read_all())
+            assert codes[0] != 0
+
+
+def assert_same_run(whole, sharded, kind):
     assert largest_difference(whole, sharded) < 1e-6
     one, two = metrics_of(whole), metrics_of(sharded)
     assert [(line["phase"], line["step"]) for line in one] == [(line["phase"], line["step"]) for line in two]

@@ -98,7 +98,7 @@ def test_a_task_of_pictures_is_tried_with_a_model_that_sees_them():
     task, recipe = type("Mine", (Looking,), {"max_turns": 1})(), compose(["tools"])
     try_task(recipe, as_episodic(task), processor.tokenizer, model)
     with pytest.raises(ConfigError, match="reads text alone"):
-        try_task(recipe, as_episodic(task), processor.tokenizer, MODEL)
+        run_trial(task)
     task = type("Mine", (Looking,), {"demonstrations": lambda self, count, rng: [[Turn(5, "one")]]})()
     with pytest.raises(ConfigError, match=r"Mine\.demonstrations returned"):
         try_task(recipe, as_episodic(task), processor.tokenizer, model)

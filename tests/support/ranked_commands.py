@@ -98,6 +98,25 @@ def with_sgd(environment, *arguments):
     ludic_command(environment, *arguments)
 
 
+def in_slices(environment, *arguments):
+    """`with_sgd`, which must train on slices of rows."""
+    from ludic.models.context_parallel import RowSlice
+
+    to_tokens, widths = RowSlice.to_tokens, []
+
+    def note(self, attended):
+        if attended.requires_grad:
+            widths.append(self.width < self.tokens)
+        return to_tokens(self, attended)
+
+    RowSlice.to_tokens = note
+    try:
+        with_sgd(environment, *arguments)
+    finally:
+        assert widths, "no row was computed in slices"
+        assert all(widths)
+
+
 def killed_before_step_4(environment, *arguments):
     """`with_sgd`, where rank 1 gets SIGKILL as soon as it begins step 4."""
     signal_before_step(environment, 4, 1, signal.SIGKILL)

@@ -17,7 +17,7 @@ import pytest
 
 READY_S = 540.0
 """It starts in 25 s on an idle machine and in minutes on a busy one."""
-FLAGS = ["--max-model-len", "512", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
+FLAGS = ["--max-model-len", "512", "--block-size", "32", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,22 @@
 """Weights of a sharded model on their way to servers: memory, and faults of a publisher. A section
 of `sharded_runs`."""
 
+import asyncio
 from pathlib import Path
 
+import torch
 from forked_ranks import run_ranks
 from safetensors.torch import load_file
-from training_samples import cpu_config, tiny_model
+from training_samples import ListSource, cpu_config, tiny_model
 
 from ludic.distributed.push.manifest import VersionFolders
 from ludic.errors import PublishError
+from ludic.inference.client import Publisher
 from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
 from ludic.models import shard_transfer
+from ludic.models.lora import LoraSettings, apply_lora, collect_adapter_weights
 from ludic.models.sharding import ShardingSettings, gather_tensor, make_mesh, shard_model
-from ludic.training import make_grpo
+from ludic.training import Trainer, make_grpo
 from ludic.training.backend.torch import TorchBackend
 
 
@@ -73,8 +77,37 @@ def fail_to_publish(rank, world):
             raise PublishError("the server is gone")
 
 
+def publish_adapters(rank, world):
+    """What a publisher of adapters gets from a sharded model: whether they are right, and their
+    share of the model's weights. Only rank 0 knows that it takes adapters."""
+    model = apply_lora(tiny_model(0, hidden_size=32), LoraSettings(rank=2), adapters_in_float32=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    whole = {name: tensor.clone() for name, tensor in collect_adapter_weights(model).items()}
+    settings, given = ShardingSettings("full"), {}
+
+    class Recorder(Publisher):
+        takes_adapters = True
+
+        def publish(self, state_dict, version=None):
+            given.update(state_dict)
+
+    trainer = Trainer(
+        model=shard_model(model, settings, make_mesh(settings, "cpu")),
+        algo=make_grpo(group_size=4),
+        batch_source=ListSource([]),
+        publisher=Recorder() if rank == 0 else object(),
+        cfg=cpu_config(),
+    )
+    asyncio.run(trainer.publish())
+    right = given.keys() == whole.keys() and all(torch.equal(given[name], whole[name]) for name in whole)
+    return {"right": right, "given": len(given), "sharded": sum(hasattr(value, "placements") for value in given.values())}
+
+
 def find_exports(runs):
     return {
+        "adapters": run_ranks(2, publish_adapters),
         **{how: run_ranks(2, measure_export, str(runs.folder / "versions"), how) for how in ("streamed", "collected")},
         "failed": run_ranks(2, fail_to_publish, may_fail=True),
     }

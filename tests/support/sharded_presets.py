@@ -10,7 +10,7 @@ from preference_samples import dpo_config, reward_model, rm_config, sorted_pairs
 from training_samples import cpu_config, sorting_items, tiny_model
 
 from ludic.models.sharding import ShardingSettings, gather_tensor, make_mesh, shard_model
-from ludic.training import presets
+from ludic.training import presets, ranks
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
@@ -57,17 +57,23 @@ async def _run(backend, batch):
     await backend.forward_backward(batch, totals=batch.totals).result()
 
 
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+GROUPS = {"2": (2, 1), "4": (4, 1), "2, of rows": (2, 2), "4, of rows": (4, 4)}
+"""(ranks, how many of them compute the same rows)."""
+
+
 def make_model(name):
-    return reward_model() if presets.PRESETS[name].kind == "reward_model" else tiny_model()
+    return reward_model(**HEADS) if presets.PRESETS[name].kind == "reward_model" else tiny_model(**HEADS)
 
 
-def compare_with(expected, rank, world):
+def compare_with(rank, world, expected, size):
     """Preset -> [largest gradient of one process, largest difference of the sharded ranks]."""
+    ranks.split_context(size)
     settings = ShardingSettings("full")
     found = {}
     for name, whole in expected.items():
         model = shard_model(make_model(name), settings, make_mesh(settings, "cpu"))
-        got = compute_gradient(model, name, RankShare(rank, world))
+        got = compute_gradient(model, name, RankShare.of_this_rank())
         assert got.keys() == whole.keys()
         largest = max(float(each.abs().max()) for each in whole.values())
         found[name] = [largest, max(float((got[key] - each).abs().max()) for key, each in whole.items())]
@@ -76,8 +82,4 @@ def compare_with(expected, rank, world):
 
 def find_presets(runs):
     expected = {name: compute_gradient(make_model(name), name, RankShare(0, 1)) for name in presets.PRESETS}
-
-    def compare(rank, world):
-        return compare_with(expected, rank, world)
-
-    return {str(world): run_ranks(world, compare)[0] for world in (2, 4)}
+    return {group: run_ranks(world, compare_with, expected, size)[0] for group, (world, size) in GROUPS.items()}

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from context_ranks import find_contexts
 from forked_ranks import run_ranks
 from preference_samples import reward_model, rm_config, sorted_pairs
 from safetensors.torch import load_file, save_file
@@ -356,6 +357,7 @@ def main(out, *sections):
         "exports": find_exports,
         "starts": find_starts,
         "presets": find_presets,
+        "contexts": find_contexts,
     }
     found = {name: everything[name](runs) for name in sections or everything}
     Path(out).write_text(json.dumps(found, indent=1))

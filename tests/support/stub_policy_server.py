@@ -9,7 +9,8 @@ until `revive`, which brings it back with the weights that it began with.
 import hashlib
 import threading
 
-from stub_weight_server import StubWeightServer
+from safetensors.torch import load_file
+from stub_weight_server import Refused, StubWeightServer
 
 from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
@@ -24,7 +25,7 @@ class StubPolicyServer(StubWeightServer):
     def __init__(self, folder, **options):
         self._life = threading.Condition()
         """Held while what is served changes, and while an answer is made of it."""
-        super().__init__(folder, backend="disk", **options)
+        super().__init__(folder, **{"backend": "disk", **options})
 
     def restart(self):
         with self._life:
@@ -40,10 +41,20 @@ class StubPolicyServer(StubWeightServer):
             super().on_resume(*request)
             self._life.notify_all()
 
+    def on_sleep(self, query, body):
+        with self._life:
+            return super().on_sleep(query, body)
+
+    def on_wake_up(self, *request):
+        with self._life:
+            answer = super().on_wake_up(*request)
+            self._life.notify_all()
+            return answer
+
     def on_inference_v1_generate(self, _, body):
         with self._life:
             assert self._life.wait_for(lambda: self.paused is None, timeout=60)
-            ids, version = ids_of(self.served), self.version
+            ids, version = ids_of(self._find_weights(body["model"])), self.version
         ids = ids[: body["sampling_params"]["max_tokens"]]
         choice = {
             "finish_reason": "length",
@@ -53,7 +64,15 @@ class StubPolicyServer(StubWeightServer):
         }
         return {"choices": [choice], "prompt_token_ids": body["token_ids"]}
 
-    def on_v1_completions(self, *_):
+    def _find_weights(self, model):
+        if "@" not in model:
+            return self.served
+        if model not in self.adapters:
+            raise Refused(404, f"The model `{model}` does not exist.")
+        return load_file(f"{self.adapters[model]}/adapter_model.safetensors")
+
+    def on_v1_completions(self, _, body):
         with self._life:
             assert self._life.wait_for(lambda: self.paused is None, timeout=60)
+            self._find_weights(body["model"])
         return {"choices": [{"finish_reason": "length"}]}

@@ -70,6 +70,8 @@ class StubSGLang:
         self._http.server_close()
 
     def answer(self, path, body):
+        if path == "/metrics":
+            return 404, {"detail": "Not Found"}  # without --enable-metrics
         self.calls.append((path, body))
         fault = self.faults[path](body) if path in self.faults else None
         if fault is not None:

@@ -42,8 +42,13 @@ class StubVLLM(SamplingEndpoints, FaultyServer):
         self.placeholder, self.images = None, {}
         """The marker of an image, which the server writes out, and digest -> number of placeholders
         of the images that it has."""
+        self.routed_experts = None
+        """(ids) -> what the field of this name has in an answer; None: the server was started
+        without `--enable-return-routed-experts`, and the field is null."""
         self.dead = False
         self.healthy = True
+        self.metrics = None
+        """The text of /metrics, which it lacks if None."""
         self.transfer = None
         """The `init_info` of `/init_weight_transfer_engine`."""
         super().__init__(**options)
@@ -120,6 +125,8 @@ class StubVLLM(SamplingEndpoints, FaultyServer):
     def answer(self, method, path, query, body):
         if path == "/health":
             return (200, "") if self.healthy else (503, "")
+        if path == "/metrics" and self.metrics is not None:
+            return 200, self.metrics
         if path == "/v1/models":
             names = [self.model, *self.adapters]
             return 200, {

@@ -96,6 +96,7 @@ class SamplingEndpoints:
             "token_ids": ids,
             "weight_versions": [{"version": self.weight_version, "start": 0, "end": len(ids)}],
             "logprobs": {"content": content} if params.get("logprobs") is not None else None,
+            "routed_experts": self.routed_experts and self.routed_experts([*prompt, *ids]),
         }
         return 200, {
             "request_id": f"generate-tokens-{body.get('request_id', uuid.uuid4().hex)}",

@@ -6,18 +6,20 @@ refused, workers handle one call at a time, nothing is answered during a pause, 
 server has its initial weights and version `default`.
 """
 
+import asyncio
 import contextlib
 import json
 import threading
 import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import torch
 from safetensors.torch import save_file
 
+from ludic.inference.vllm.in_server.adapter_uploads import UPLOADS, AdapterStore
 from ludic.inference.vllm.in_server.secret_middleware import find_refusal
-from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
+from ludic.inference.vllm.in_server.weight_fingerprint import SleepCheck, fingerprint
 from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, WeightReceiver
 
 SHAPES = {
@@ -48,13 +50,21 @@ class StubWeightServer:
         if not (folder / "model.safetensors").exists():
             save_file(first or weights(0), folder / "model.safetensors")
         self.folder, self.backend, self.tied, self.dtype = folder, backend, tied, dtype
-        self.faults, self.calls, self.adapters = {}, [], {}
+        self.faults, self.calls, self.queries = {}, [], []
+        self.bytes_received = 0
+        """Of all requests, with their headers."""
+        self._store = AdapterStore()
         self.secret = None
         """The secret that requests must carry, as for a server that ludic started. None: no secret
         is required."""
         self.headers = []
         """The headers of all requests, in order. Names are lower case."""
         self.without_extension = self.loads_nothing = False
+        self.has_sleep_mode, self.leaks, self.forgets = True, False, False
+        """Whether it was started with --enable-sleep-mode; faults: a sleep frees nothing, or its
+        level 1 loses weights."""
+        self.card = None
+        """Called with the bytes that the server has on its device whenever these change."""
         self.closing = threading.Event()
         self._boot()
         self._http = _Server(address, _handler(self))
@@ -67,7 +77,10 @@ class StubWeightServer:
         self.served = dict(checkpoint.read(list(checkpoint.weights)))
         self.version, self.paused, self.active, self.cache_is_stale = "default", None, False, False
         self.features_are_stale = False
+        self.adapters = {}
+        """Name -> folder."""
         self.versions_served = [self.version]
+        self.sleeping, self.kept, self.sleep_check = set(), None, None
         self._worker = threading.Lock()
 
     def restart(self):
@@ -96,6 +109,7 @@ class StubWeightServer:
     def answer(self, path, query, body):
         name = f"{path}:{body['method']}" if path == "/collective_rpc" else path
         self.calls.append((name, body))
+        self.queries.append((path, query))
         fault = self.faults[name](body) if name in self.faults else None
         if isinstance(fault, str):
             return fault
@@ -105,7 +119,43 @@ class StubWeightServer:
         self.paused = query["mode"][0]
 
     def on_resume(self, *_):
+        assert not self.sleeping, "requests would use keys and values that have no memory"
         self.paused = None
+
+    def on_sleep(self, query, _):
+        level, mode = int(query.get("level", ["1"])[0]), query.get("mode", ["abort"])[0]
+        if level not in (0, 1, 2) or mode not in ("abort", "wait", "keep"):
+            raise Refused(422, "Unprocessable Entity")
+        self.paused = mode
+        if level and "weights" not in self.sleeping:
+            self.kept = {name: tensor.clone() for name, tensor in self.served.items()} if level == 1 else None
+            self.sleeping = {"weights", "kv_cache"}
+            self.served = {name: torch.full_like(tensor, 123.0) for name, tensor in self.served.items()}
+            self._tell_card()
+        return {"status": "sleeping", "level": level}
+
+    def on_wake_up(self, query, _):
+        tags = query.get("tags")
+        if self.sleeping and all(tag in self.sleeping for tag in tags or ()):
+            if self.kept is not None and "weights" in (tags or self.sleeping) and not self.forgets:
+                self.served, self.kept = self.kept, None
+            self.sleeping -= set(tags or self.sleeping)
+            self._tell_card()
+        self.paused = self.paused if self.sleeping else None
+        return {"status": "sleeping" if self.sleeping else "awake", "tags": tags}
+
+    def on_is_sleeping(self, *_):
+        return {"is_sleeping": self.paused is not None or bool(self.sleeping)}
+
+    def used_bytes(self):
+        """On its device: weights, and four times as much for keys and values."""
+        sizes = {"weights": sum(tensor.nbytes for tensor in self.served.values())}
+        sizes["kv_cache"] = 4 * sizes["weights"]
+        return sum(size for tag, size in sizes.items() if self.leaks or tag not in self.sleeping)
+
+    def _tell_card(self):
+        if self.card is not None:
+            self.card(self.used_bytes())
 
     def on_is_paused(self, *_):
         return {"is_paused": self.paused is not None}
@@ -134,10 +184,12 @@ class StubWeightServer:
                 raise Refused(500, "start_weight_update must be called before update_weights.")
             try:
                 info = body["update_info"]
-                if "path" in info:
-                    self.receiver.read(info["path"])
+                if "delta" in info:
+                    self.receiver.receive_delta(info["delta"], info["push_id"], info.get("path"))
+                elif "path" in info:
+                    self.receiver.read(info["path"], info.get("push_id"))
                 else:
-                    self.receiver.receive(info["names"], info["dtype_names"], info["shapes"])
+                    self.receiver.receive(info["names"], info["dtype_names"], info["shapes"], info.get("push_id"))
             except BaseException:
                 self.active = False
                 raise
@@ -147,9 +199,10 @@ class StubWeightServer:
             if not self.active:
                 raise Refused(500, "finish_weight_update called without a matching start_weight_update.")
             taken = dict(self.receiver.take())
-            assert self.paused == "keep" or not taken, "weights were loaded while requests ran"
+            assert self.paused == "keep" or self.sleeping or not taken, "weights were loaded while requests ran"
+            assert "weights" not in self.sleeping or not taken, "weights were loaded into memory that is not there"
             if taken and not self.loads_nothing:
-                self.served.update({name: tensor.to(getattr(torch, self.dtype)) for name, tensor in taken.items()})
+                self.served.update({name: tensor.to(getattr(torch, self.dtype), copy=True) for name, tensor in taken.items()})
                 self.cache_is_stale = self.features_are_stale = True
             self.active = False
             if "weight_version" in body:
@@ -173,8 +226,8 @@ class StubWeightServer:
 
     def ludic_state(self):
         receiver = self.receiver
-        state = {"boot": self.boot, "backend": self.backend, "broken": None}
-        return {**state, "group_id": receiver.group_id, "open": receiver.open}
+        state = {"boot": self.boot, "backend": self.backend, "broken": None, "sleeps": self.has_sleep_mode}
+        return {**state, "group_id": receiver.group_id, "open": receiver.open, "base": receiver.base_id}
 
     def ludic_manifest(self):
         own = self.receiver.checkpoint.weights
@@ -187,18 +240,43 @@ class StubWeightServer:
         self.receiver.empty()
 
     def ludic_fingerprint(self):
+        assert "weights" not in self.sleeping, "memory that is not there was read"
         fingerprints = self.receiver.fingerprints
         held = {name: self.served[name] for name in fingerprints}
-        return {"loaded": fingerprints, "served": fingerprint(held), "broken": None}
+        lost = [] if self.sleep_check is None else self.sleep_check.find_lost(self.served)
+        self.sleep_check = self.sleep_check if lost else None
+        return {"loaded": fingerprints, "served": fingerprint(held), "broken": None, "lost": lost}
+
+    def ludic_memory(self):
+        return {"used": self.used_bytes(), "weights": sum(tensor.nbytes for tensor in self.served.values())}
+
+    def ludic_before_sleep(self, level):
+        if self.sleep_check is not None:
+            return {**self.ludic_memory(), "used": None}
+        assert "weights" not in self.sleeping, "memory that is not there was read"
+        self.sleep_check = SleepCheck(level, self.served, {})
+        return self.ludic_memory()
+
+    def ludic_after_wake(self):
+        return {"changed": [] if self.sleep_check is None else self.sleep_check.find_changed(self.served, {})}
 
     def on_update_weight_version(self, _, body):
         self.version = body["new_version"]
+
+    def on_ludic_adapters(self, name, content):
+        async def receive():
+            return {"type": "http.request", "body": content, "more_body": False}
+
+        status, stored = asyncio.run(self._store.store(name, receive))
+        if status != 200:
+            raise Refused(status, stored["error"]["message"])
+        return stored
 
     def on_health(self, *_):
         return ""
 
     def on_v1_models(self, *_):
-        base = {"id": "tiny", "root": str(self.folder), "parent": None}
+        base = {"id": "tiny", "root": str(self.folder), "parent": None, "max_model_len": 512}
         return {"data": [base, *({"id": name, "root": path, "parent": "tiny"} for name, path in self.adapters.items())]}
 
     def on_v1_load_lora_adapter(self, _, body):
@@ -245,7 +323,15 @@ def _handler(server):
             self._respond({})
 
         def do_POST(self):
-            self._respond(json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}"))
+            self._respond(json.loads(self._read() or b"{}"))
+
+        def do_PUT(self):
+            self._respond(self._read())
+
+        def _read(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            server.bytes_received += len(self.raw_requestline) + len(self.headers.as_bytes()) + len(body)
+            return body
 
         def _respond(self, body):
             if server.closing.is_set():  # a keep-alive connection
@@ -257,7 +343,10 @@ def _handler(server):
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 if refused := server.secret and find_refusal(server.secret, self.command, split.path, headers):
                     raise Refused(*refused)
-                status, content = 200, server.answer(split.path, parse_qs(split.query), body)
+                path, query = split.path, parse_qs(split.query)
+                if path.startswith(UPLOADS):
+                    path, query = UPLOADS.rstrip("/"), unquote(path.removeprefix(UPLOADS))
+                status, content = 200, server.answer(path, query, body)
             except ConnectionAbortedError:  # a fault: the connection is closed without an answer
                 self.close_connection = True
                 return

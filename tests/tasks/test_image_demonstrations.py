@@ -54,7 +54,7 @@ def next_items(source):
 
 
 def test_a_demonstration_of_several_turns_is_one_sample_with_its_images(store):
-    [first, second] = next_items(DemonstrationSource(Looks(), TOKENIZER, batch_size=2, seed=1, images=PROCESSOR))
+    [first, second] = next_items(DemonstrationSource(Looks(), TOKENIZER, batch_size=2, seed=1))
     digests = [store.add(picture(seed)) for seed in (1, 2)]
     assert [span.digest for span in first.images] == digests
     messages = [
@@ -75,7 +75,7 @@ def test_a_demonstration_of_several_turns_is_one_sample_with_its_images(store):
 
 def test_shapes_are_demonstrated_to_a_model_that_sees_them(store):
     task = Shapes(num_heldout=5)
-    items = next_items(DemonstrationSource(task, TOKENIZER, batch_size=6, seed=1, images=PROCESSOR))
+    items = next_items(DemonstrationSource(task, TOKENIZER, batch_size=6, seed=1))
     problems = [turn.observation for [turn] in task.demonstrations(6, Random("demonstrations 1 0"))]
     assert [item.images[0].digest for item in items] == [store.add(observation[0]) for observation in problems]
     assert len({item.images[0].digest for item in items}) == 6
@@ -85,7 +85,7 @@ def test_shapes_are_demonstrated_to_a_model_that_sees_them(store):
 
 def test_a_model_of_text_cannot_be_shown_them():
     with pytest.raises(DataError, match=r"a demonstration of Looks has images.* reads text alone"):
-        next_items(DemonstrationSource(Looks(), TOKENIZER, batch_size=1, seed=1))
+        next_items(DemonstrationSource(Looks(), make_image_tokenizer(), batch_size=1, seed=1))
 
 
 def test_a_covered_picture_is_uncovered_row_by_row_and_then_counted():

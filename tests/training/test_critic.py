@@ -38,7 +38,8 @@ from ludic.training import (
     make_ppo,
     make_reinforce,
 )
-from ludic.training.preparation import own_forward, prepare, score_rows
+from ludic.training.preparation import prepare
+from ludic.training.scoring import own_forward, score_rows
 from ludic.types import Rollout, Step
 
 TURNS = (1, 3, 2, 1)

@@ -6,6 +6,7 @@
 pub mod balance;
 pub mod bytes;
 pub mod collate;
+pub mod delta;
 mod error;
 pub mod gae;
 mod ingest;

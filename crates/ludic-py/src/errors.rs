@@ -1,6 +1,7 @@
 //! Converts errors of the core to the exception classes of `ludic.errors`.
 
 use ludic_core::bytes::TableBytesError;
+use ludic_core::delta::DeltaError;
 use ludic_core::{CoreError, ErrorKind};
 use pyo3::exceptions::{
     PyAttributeError, PyBufferError, PyException, PyMemoryError, PyOverflowError, PyTypeError, PyValueError,
@@ -25,6 +26,12 @@ impl From<CoreError> for Error {
 impl From<TableBytesError> for Error {
     fn from(error: TableBytesError) -> Self {
         Self::Python(core_error(error.kind(), error.to_string()))
+    }
+}
+
+impl From<DeltaError> for Error {
+    fn from(error: DeltaError) -> Self {
+        Self::Python(core_error(ErrorKind::Data, error.to_string()))
     }
 }
 

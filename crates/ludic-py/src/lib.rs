@@ -3,6 +3,7 @@ mod arena;
 mod arguments;
 mod bytes;
 mod collate;
+mod delta;
 mod errors;
 mod fields;
 mod gae;
@@ -57,6 +58,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pairs::plan_pairs, module)?)?;
     module.add_function(wrap_pyfunction!(ranks::plan_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(gae::gae, module)?)?;
+    module.add_function(wrap_pyfunction!(delta::encode_delta, module)?)?;
+    module.add_function(wrap_pyfunction!(delta::apply_delta, module)?)?;
     module.add_function(wrap_pyfunction!(reduce::reduce_records, module)?)?;
     module.add_function(wrap_pyfunction!(reduce::reduce_column, module)?)?;
     module.add_function(wrap_pyfunction!(relay_program, module)?)?;

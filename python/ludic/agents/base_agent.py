@@ -102,7 +102,6 @@ class Agent:
         return self._parse(response, info), response.text, info, trace
 
     def _parse(self, response: ChatResponse, info: dict[str, Any]) -> ParseResult:
-        """Parse a complete answer; turn an incomplete one into a penalty with feedback."""
         if self._is_rejected(response):
             info["incomplete_completion"] = True
             return ParseResult(None, self._incomplete_completion_penalty, self._incomplete_completion_feedback)

@@ -216,12 +216,11 @@ def _make_local_client(recipe: Recipe) -> LocalChatClient:
 
     from ludic.inference.local.client import LocalChatClient
     from ludic.recipes.build import build_trainer_config
-    from ludic.recipes.model import build_policy
+    from ludic.recipes.model import build_policy, choose_threads
 
     quiet_libraries()
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
     model, tokenizer = build_policy(recipe)
+    torch.set_num_threads(choose_threads(recipe, model))
     device = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed).model_device
     return LocalChatClient(model.to(device).eval(), tokenizer, max_batch_size=recipe.rollout.concurrency)
 

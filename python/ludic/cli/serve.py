@@ -59,7 +59,6 @@ def serve_command(options: SimpleNamespace) -> int:
 
 
 def _start(options: SimpleNamespace) -> subprocess.Popen[Any]:
-    lora = ["--enable-lora", "--max-lora-rank", str(options.lora_rank), "--max-loras", "2"] if options.lora_rank else []
     return start_vllm_server(
         options.model,
         options.host,
@@ -67,7 +66,7 @@ def _start(options: SimpleNamespace) -> subprocess.Popen[Any]:
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_model_len=options.max_model_len,
         enforce_eager=not options.compiled,
-        extra_args=[*lora, *options.flags],
+        extra_args=options.flags,
         python=options.python,
         device=options.device,
         dtype=options.dtype,
@@ -76,6 +75,7 @@ def _start(options: SimpleNamespace) -> subprocess.Popen[Any]:
         client_tags=options.client_tags,
         think_limits=options.think_limits,
         weights=_choose_weights(options),
+        lora_rank=options.lora_rank,
         env={"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else None,
     )
 

@@ -131,7 +131,7 @@ def _make_server(recipe: Recipe) -> tuple[str, ...]:
     flags = ["--logprobs-mode", "processed_logprobs" if convention.processed else "raw_logprobs"]
     flags += [*(["--python", section.python] if section.python else []), "--device", section.device]
     flags += ["--weights", section.weights] if section.weights else []
-    flags += ["--lora-rank", str(recipe.lora.rank)] if recipe.lora.rank else []
+    flags += ["--lora-rank", str(recipe.lora.rank)] if recipe.lora.rank and recipe.lora.publish != "merged" else []
     own = ["--", *section.server_args] if section.server_args else []
     return ("-m", "ludic.cli", "serve", model, *flags, *own)
 

@@ -1,10 +1,5 @@
 """The images of rows: the columns `image` and `images`, and parts of messages. They become digests
-in the store when a row is drawn, not when it is read.
-
-A prompt or conversation without parts for them has its images at the begin of the first message of
-the user. Paths are relative to the folder of the data file, or to `image_folder`, and may not leave
-it.
-"""
+in the store when a row is drawn, not when it is read."""
 
 from __future__ import annotations
 
@@ -80,7 +75,6 @@ def _list_uris(prompt: Any) -> list[str]:
 
 
 def _find_step_digests(steps: list[Any]) -> list[str]:
-    """The digests of the images of a recorded rollout, each once."""
     traces = [step.get("trace") or {} for step in steps if isinstance(step, Mapping)]
     shown = [step.get(name) for step in steps if isinstance(step, Mapping) for name in ("prev_obs", "next_obs")]
     read = [str(span[0]) for trace in traces for span in trace.get("images") or ()]

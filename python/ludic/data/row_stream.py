@@ -278,7 +278,6 @@ class RowStream:
         return None if None in counts else sum(count for count in counts if count is not None)
 
     def _fill(self) -> None:
-        """Read the next block."""
         self._start = self._next
         order: Sequence[int] = range(len(self.readers))
         if self.shuffle:

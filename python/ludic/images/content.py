@@ -82,15 +82,16 @@ def show_content(content: Any) -> str:
 
 def to_openai(messages: Sequence[Message], store: ImageStore) -> list[Message]:
     """The messages with their stored images as parts in OpenAI's form, which have the bytes."""
-    shown = []
-    for message in messages:
-        content: Any = message.get("content")
-        if find_digests(content):
-            urls = ([store.data_url(digest) for digest in find_digests([part])] for part in content)
-            pairs = zip(content, urls, strict=True)
-            content = [{"type": "image_url", "image_url": {"url": url[0]}} if url else part for part, url in pairs]
-        shown.append({**message, "content": content} if isinstance(content, list) else message)
-    return shown
+
+    def show(part: Any) -> Any:
+        digests = find_digests([part])
+        return {"type": "image_url", "image_url": {"url": store.data_url(digests[0])}} if digests else part
+
+    contents = (message.get("content") for message in messages)
+    return [
+        {**message, "content": list(map(show, content))} if isinstance(content, list) else message
+        for message, content in zip(messages, contents, strict=True)
+    ]
 
 
 def _show_part(part: Any) -> str:
@@ -147,17 +148,13 @@ def intern_observation(observation: Any, store: ImageStore) -> Observation:
     images and parts. Raises DataError for anything else."""
     if isinstance(observation, str):
         return observation
-    given = observation if isinstance(observation, list | tuple) else [observation]
-    parts = [_as_part(each) for each in given]
+    parts = []
+    for each in observation if isinstance(observation, list | tuple) else [observation]:
+        is_part = each is None or (isinstance(each, Mapping) and "type" in each)
+        source = {"type": "text", "text": each} if isinstance(each, str) else {"type": "image", "image": each}
+        parts.append(each if is_part else source)
     interned = _intern_parts(parts, iter(()), store, None, "an observation: ", "")
     return interned if find_digests(interned) else "".join(part["text"] for part in interned)
-
-
-def _as_part(value: Any) -> Any:
-    if isinstance(value, str):
-        return {"type": "text", "text": value}
-    is_part = value is None or (isinstance(value, Mapping) and "type" in value)
-    return value if is_part else {"type": "image", "image": value}
 
 
 def _is_stored(part: Mapping[str, Any]) -> bool:

@@ -50,6 +50,15 @@ class Publisher:
     needs_weights: bool = True
     """Whether `publish` reads the weights. A publisher that has the backend write a folder does
     not: all ranks call its `publish`, with an empty mapping."""
+    takes_adapters: bool = False
+    """Whether the weights are the adapters alone, by their names in PEFT's file."""
+
+    shares_device: bool = False
+    """Whether the servers compute on the trainer's device, which they free in `sleep`."""
+
+    def sleep(self) -> Awaitable[None] | None:
+        """Have the servers free their device until the next `publish`, which wakes them. Called
+        before the trainer computes, if `shares_device`."""
 
     def publish(self, state_dict: Weights, version: Version = None) -> Awaitable[None] | None:
         """Make these weights the ones that are sampled from, under this version."""
@@ -73,10 +82,10 @@ class Publisher:
         return {}
 
 
-@forward_members("_publisher", ["needs_weights", "expect_change"])
+@forward_members("_publisher", ["needs_weights", "expect_change", "shares_device", "sleep"])
 class _UserPublisher(Publisher):
-    """Wraps a user's object with `publish`, which may also have `expect_change` and
-    `needs_weights`."""
+    """Wraps a user's object with `publish`, which may also have `expect_change`, `needs_weights`,
+    `shares_device` and `sleep`."""
 
     def __init__(self, publisher: PolicyPublisher) -> None:
         self._publisher = publisher

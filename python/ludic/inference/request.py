@@ -160,6 +160,7 @@ class ReturnSpec:
             prompt_token_ids=stored(trace, "prompt_token_ids") if self.return_token_ids else None,
             candidates=trace.candidates if self.return_chosen_logprobs else None,
             images=trace.images if self.return_token_ids else (),
+            routes=trace.routes if self.return_chosen_logprobs else None,
         )
 
 

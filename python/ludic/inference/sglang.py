@@ -7,25 +7,24 @@ against a real server.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
 from ludic.inference.client import CompletesBySampling, PolicyPublisher, PushTarget, Sampled, Weights, current_episode
 from ludic.inference.prompts.encoder import PromptEncoder
-from ludic.inference.prompts.images import check_spans, shorten_prompt
+from ludic.inference.prompts.images import check_spans, find_processor, shorten_prompt
 from ludic.inference.prompts.template import Dialogue
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
 from ludic.inference.servers.errors import AbortedError, RetryPolicy
 from ludic.inference.servers.http import HttpResponse, ServerCalls
-from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.routing import Routing, block_keys
+from ludic.inference.servers.server import Server
 from ludic.inference.vllm.responses import TokenId, check_tokens
 from ludic.types import ChatResponse, ImageSpan, TokenTrace
-
-if TYPE_CHECKING:
-    from ludic.models.images.processor import ImageProcessor
 
 
 class _VersionAnswer(Struct):
@@ -106,18 +105,22 @@ class SGLangClient(CompletesBySampling, PushTarget):
         backoff_s: float = 0.5,
         api_key: str = "local",
         vocab_size: int | None = None,
-        images: ImageProcessor | None = None,
+        routing: Routing = "least_busy",
+        max_kv_use: float | None = 0.9,
     ) -> None:
         """`vocab_size` is the policy's. A response with an id outside of it raises InferenceError.
-        `images` is the processor of a model that sees them, whose server needs the environment
-        variable SGLANG_MM_AVOID_RETOKENIZE=1."""
+        With the `tokenizer` of a model that sees images (`find_processor(model).tokenizer`) servers
+        need the environment variable SGLANG_MM_AVOID_RETOKENIZE=1. `routing` and `max_kv_use` are
+        as for `VLLMChatClient`; for the second the servers need `--enable-metrics`."""
         self._vocab_size = vocab_size
         self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self.server_url = self.server_urls[0] if self.server_urls else ""
-        self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
+        self._pool = ServerPool(
+            [Server(url, api_key, timeout_s) for url in self.server_urls], routing=routing, max_kv_use=max_kv_use
+        )
         self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
-        self.tokenizer, self.images = tokenizer, images
-        self._tokens = None if tokenizer is None else PromptEncoder(tokenizer, images)
+        self.tokenizer, self.images = tokenizer, find_processor(tokenizer)
+        self._tokens = None if tokenizer is None else PromptEncoder(tokenizer, self.images)
         self._publisher: PolicyPublisher | None = None
         self._version = 0
 
@@ -170,7 +173,9 @@ class SGLangClient(CompletesBySampling, PushTarget):
             answer = await server.post("/generate", body)
             return _read_trace(answer, prompt, spans, sampling.max_tokens, self._vocab_size, banned)
 
-        trace, info = await self._retries.run(lambda: self._pool.send(once), name=", ".join(self.server_urls))
+        trace, info = await self._retries.run(
+            lambda: self._pool.send(once, lambda: block_keys(prompt)), name=", ".join(self.server_urls)
+        )
         version, ended = version_number(info["weight_version"]), info.pop("ended_by_token")
         served = self._version if version is None else version
         return Sampled(trace, ended, served), {**info, "policy_version": served}
@@ -183,6 +188,7 @@ class SGLangClient(CompletesBySampling, PushTarget):
         """Called after a push: `version` is served now, and the servers at the URLs `lost` get
         no more requests."""
         self._version = version_number(version) or self._version
+        self._pool.router.forget()
         self._pool.drain_lost(lost)
 
     def sync_weights(self, params: Weights, *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
@@ -219,8 +225,6 @@ class _Meta(Struct):
 
 
 class _Generated(Struct):
-    """The fields of a response of `/generate` that are read."""
-
     meta_info: _Meta
     output_ids: list[TokenId] = []
 

@@ -115,8 +115,6 @@ class AgentUse:
 
 @dataclass
 class _Ended:
-    """How an agent ended."""
-
     output: str = ""
     status: str = "ended"
     """`ended`, `timeout` or `failed`."""

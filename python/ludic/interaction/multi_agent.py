@@ -227,7 +227,6 @@ class MultiAgentProtocol(InteractionProtocol):
 
 
 async def _step_env(env: LudicEnv[str, str, str], turn: int, players: Sequence[Player], answers: Mapping[str, Answer]) -> None:
-    """Step the environment with the actions of this turn, and pass the outcomes to the players."""
     actions = {agent_id: answer[0].action for agent_id, answer in answers.items() if answer[0].action is not None}
     stepped = bool(actions) or not answers
     outcomes = await await_results(env.step(actions)) if stepped else {}

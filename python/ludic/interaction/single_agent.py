@@ -166,7 +166,6 @@ def system_prompt(agent: Agent, env: LudicEnv[str, str, str]) -> str | None:
 
 
 def _has_async_env_methods(env: LudicEnv[str, str, str]) -> tuple[bool, bool]:
-    """Whether `env_reset` and `env_step` are coroutine functions."""
     return (
         inspect.iscoroutinefunction(getattr(env, "env_reset", None)),
         inspect.iscoroutinefunction(getattr(env, "env_step", None)),

@@ -50,25 +50,17 @@ def locate_model(source: str, *files: str) -> str:
 def load_model(source: str, dtype: str, **options: Any) -> Any:
     """A language model; of a source with a tower for images the whole model, with its processor
     attached. `source` is a folder in Hugging Face layout, the folder of a run, a folder of PEFT
-    adapters, which are merged, or a hub id. Of the `options`, `min_pixels` and `max_pixels` go to
-    `load_processor`, and the others to `from_pretrained`."""
+    adapters, which are merged, or a hub id. `options` go to `from_pretrained`."""
     check_dtype(dtype)
     place = locate_model(source)
     if holds_only_adapters(place):
         base = load_model(find_adapter_base(Path(place)), dtype, **options)
         with explain_load_errors(f"the adapters in {source} could not be loaded"):
             return load_adapter(base, place).merge_and_unload().requires_grad_(True)  # PEFT froze the base
-    of_model, _ = split_options(options)
     with explain_load_errors(f"model ({source}) could not be loaded"):
         kind = choose_class(load_config(place, options))
-        model = kind.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False, **of_model)
+        model = kind.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options)
     return with_processor(model, place, options)
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """(options of `from_pretrained`, limits of `load_processor`)."""
-    limits = {name: options[name] for name in ("min_pixels", "max_pixels") if options.get(name) is not None}
-    return {name: value for name, value in options.items() if name not in ("min_pixels", "max_pixels")}, limits
 
 
 def _select_place(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,9 +178,8 @@ def with_processor(model: Any, place: str, options: Mapping[str, Any]) -> Any:
 
 
 def load_processor(source: str, config: Any, **options: Any) -> ImageProcessor:
-    """The processor of the model with that `config`. Of the `options` of `load_model`, `min_pixels`
-    and `max_pixels` are the limits to which images are scaled. Raises ConfigError if there is no
-    processor that can be used, or if it has no such limits, and MissingExtraError if it needs a
+    """The processor of the model with that `config`; `options`: of `load_model`. Raises
+    ConfigError if there is no processor that can be used, and MissingExtraError if it needs a
     package that is not installed."""
     from transformers import AutoProcessor
 
@@ -201,11 +192,6 @@ def load_processor(source: str, config: Any, **options: Any) -> ImageProcessor:
         raise MissingExtraError(f"{needs}; {install_command('images')}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the processor of {source} could not be loaded: {' '.join(str(error).split())[:300]}") from error
-    own, (_, limits) = getattr(processor, "image_processor", None), split_options(options)
-    if limits and own is not None:
-        if not limits.keys() <= own.valid_kwargs.__annotations__.keys():
-            raise ConfigError(f"{type(own).__name__} has no {' and no '.join(limits)}; leave them out, its images have one size")
-        processor.image_processor = type(own)(**own.to_dict(), **limits)
     return ImageProcessor(processor, config)
 
 
@@ -227,18 +213,17 @@ def explain_load_errors(failure: str) -> Iterator[None]:
 def load_classifier(source: str, dtype: str, *, description: str, **options: Any) -> tuple[Any, set[str]]:
     """(model for sequence classification, names of the weights that its files do not have).
 
-    `options` go to `from_pretrained`, such as `num_labels`, and to `load_processor`; errors call
-    the model by its `description`.
+    `options` go to `from_pretrained`, such as `num_labels`; errors call the model by its
+    `description`.
     """
     check_dtype(dtype)
     place = locate_model(source)
-    of_model, _ = split_options(options)
     failure = f"{description} could not be loaded with a head for scores"
     try:
         with explain_load_errors(failure), _without_load_report():
             kind = choose_class(load_config(place, options), scores=True)
             model, loading = kind.from_pretrained(
-                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **of_model
+                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
             )
     except RuntimeError as error:
         raise ConfigError(f"{failure}: {error}") from error

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ludic.models.context_parallel import divided_by_heads
 from ludic.models.flops import reported_attention
 from ludic.models.prefix_trees import PREFIX_FLEX, Branches, PrefixIntervals
 from ludic.models.wrappers import find_text_config, unwrap_transformer
@@ -188,6 +189,7 @@ def hides_windows(model: nn.Module, device: torch.device | str, max_seq_len: int
     return not keywords["sequence_groups"].windows
 
 
+@divided_by_heads
 def packed_attention(
     module: nn.Module,
     query: Tensor,

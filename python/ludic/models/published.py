@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.models.adapters import list_merged, map_base_names, merge_adapters
+from ludic.models.lora import collect_adapter_weights
 from ludic.models.quantization import find_quantized_layers, replace_quantized
 from ludic.models.shard_transfer import SharedTensor
 from ludic.models.sharding import gather_tensor, reshard
@@ -19,6 +20,11 @@ from ludic.models.wrappers import has_adapters, unwrap_model
 
 ParamFilter = Callable[[str, Tensor], bool]
 """Whether a parameter of this name is published."""
+
+
+def adapters_alone(name: str, parameter: Tensor) -> bool:
+    """As a `param_filter` it selects the adapters, by their names in PEFT's file, instead."""
+    return True
 
 
 def published_weights(
@@ -50,7 +56,9 @@ def _list_published(model: nn.Module, param_filter: ParamFilter | None) -> dict[
     model = unwrap_model(model)
     reshard(model)
     named: dict[str, Tensor] = dict(model.named_parameters())
-    if has_adapters(model):
+    if param_filter is adapters_alone:
+        published = {name: (value, value.detach) for name, value in collect_adapter_weights(model).items()}
+    elif has_adapters(model):
         published = list_merged(model, named)
     else:
         published = {name: (value, value.detach) for name, value in named.items() if value.requires_grad}

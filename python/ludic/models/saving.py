@@ -126,9 +126,9 @@ class StaticFiles:
                 (folder / name).write_bytes(content)
 
 
-def save_missing_base(model: Any, source: str | None, folder: Path) -> None:
-    """Write the model that the adapters adapt to `folder`, if `source` is no such model and the
-    folder does not hold one, whole and undamaged. Without adapters nothing is written.
+def save_missing_base(model: Any, tokenizer: Any, source: str | None, folder: Path) -> None:
+    """Write the model that the adapters adapt, and the tokenizer, to `folder`, if `source` is no
+    such model and the folder holds none, whole and undamaged. Without adapters nothing is written.
 
     Call it before the first step and before a checkpoint is read: until then the adapters change
     nothing, and the merged weights equal the base.
@@ -138,3 +138,4 @@ def save_missing_base(model: Any, source: str | None, folder: Path) -> None:
     if not holds_whole_weights(folder) or ((folder / MANIFEST).exists() and find_faults(folder)):
         with replace_with_manifest(folder) as aside:
             save_merged(model, aside)
+            save_tokenizer(tokenizer, aside, model)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
-from ludic.models.loading import check_dtype, choose_class, locate_model, split_options, with_processor
+from ludic.models.loading import check_dtype, choose_class, locate_model, with_processor
 from ludic.models.places import find_adapter_base, holds_only_adapters
 from ludic.models.shard_transfer import Agree, SharedTensor, send_copies, send_to_owners, send_to_shards
 from ludic.models.sharding import ShardingSettings, reshard, shard_model
@@ -53,7 +53,7 @@ def load_skeleton(source: str, dtype: str, *, scores: bool = False, **options: A
     weights: only its config is read. Stored buffers have the values that the model begins with, not
     the values of the files.
 
-    options: fields of the config, such as `num_labels`; `min_pixels` and `max_pixels`.
+    options: fields of the config, such as `num_labels`.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig
@@ -62,7 +62,7 @@ def load_skeleton(source: str, dtype: str, *, scores: bool = False, **options: A
     place = locate_model(source)
     if holds_only_adapters(place):  # their model is merged
         return load_skeleton(find_adapter_base(Path(place)), dtype, scores=scores, **options)
-    config = AutoConfig.from_pretrained(place, trust_remote_code=False, **split_options(options)[0])
+    config = AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with init_empty_weights(include_buffers=False):
         model = choose_class(config, scores=scores).from_config(config, dtype=chosen, trust_remote_code=False)

@@ -54,7 +54,7 @@ _OPEN_SECTIONS = (
         "chat_template_kwargs",
         "model_init_kwargs",
     ),
-    *("data", "reward", "eval_reward", "process_reward"),
+    *("data", "reward", "eval_reward", "process_reward", "teacher.model", "teacher.url"),
 )
 """Their keys are checked by what takes them as arguments."""
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys

@@ -41,6 +41,7 @@ data <- dataset_name dataset_mixture train_dataset | data.train_files | data.pro
 streaming <- dataset_streaming
 model_init_kwargs.revision <- model_revision
 model_init_kwargs.attn_implementation <- attn_implementation
+trainer.router_aux_coef <- router_aux_loss_coef | | actor.aux_loss_coef model.aux_loss_coef
 rollout.mask_truncated <- mask_truncated_completions
 data_config,task.args.config <- dataset_config
 split,task.args.split <- dataset_train_split dataset_split | | data.prompt_split
@@ -105,9 +106,11 @@ quantization.double <- use_bnb_nested_quant
 quantization.compute_dtype <- bnb_4bit_compute_dtype
 inference.url <- vllm_url vllm_server_base_url
 inference.timeout_s <- vllm_server_timeout
+inference.colocate <- vllm_enable_sleep_mode
 place.servers <- | | vllm.num_engines
 place.nodes <- | trainer.nnodes | actor.num_nodes
 sharding.cpu_offload <- | | ds.adam_offload
+sharding.context <- | actor_rollout_ref.actor.ulysses_sequence_parallel_size | ds.ring_attn_size
 controllers.kl.target <- kl_target
 controllers.kl.horizon <- kl_horizon
 controllers.kl.step_size <- kl_ctl_step_size
@@ -206,7 +209,6 @@ ranks exchange gradients themselves; the section `ranks` has their deadlines <- 
 trainer.profile_memory logs the memory of passes <- skip_memory_metrics debug
 `ludic train` trains and measures; `ludic eval` measures <- do_train do_eval do_predict
 code of a model is never run <- trust_remote_code
-the loss has no term for routers <- router_aux_loss_coef
 a model has the dropout of its config <- disable_dropout
 log-probabilities are computed in float32 (trainer.cast_logits_to_fp32) <- cast_lm_head_to_fp32
 longer samples are cut on the right <- truncation_mode
@@ -223,7 +225,6 @@ ludic view shows the images <- log_multimodal
 the sampler in this process is the library's own <- use_transformers_continuous_batching use_transformers_paged
     transformers_continuous_batching_config
 answers are free text <- vllm_structured_outputs_regex
-a server keeps its memory while the model trains <- vllm_enable_sleep_mode
 free ports are chosen <- vllm_group_port
 adapters are on linear layers alone <- lora_target_parameters lora_modules_to_save lora_task_type use_dora
 quantised weights are stored as 8-bit numbers <- bnb_4bit_quant_storage
@@ -278,6 +279,8 @@ write inference.server_args with the server's own, such as ['--tensor-parallel-s
     actor_rollout_ref.rollout.max_model_len actor_rollout_ref.rollout.enable_chunked_prefill actor_rollout_ref.rollout.load_format
     actor_rollout_ref.rollout.dtype actor_rollout_ref.rollout.engine_kwargs actor_rollout_ref.rollout.enable_prefix_caching
 write place.servers=N for N servers <- actor_rollout_ref.rollout.data_parallel_size
+write inference.colocate=true for a server that shares the one GPU of a trainer <- vllm.enable_sleep ds.enable_sleep
+    actor_rollout_ref.rollout.free_cache_engine
 write inference.weights: gloo, ludic_nccl or disk <- vllm.sync_backend vllm.sync_with_ray
 write inference.batches_ahead=N for batches that are sampled while another trains <- train.async_enable train.async_queue_size
 write rollout.max_tool_turns, or task.kind=module:Class, a task of your own <- actor_rollout_ref.rollout.multi_turn data.multiturn
@@ -303,7 +306,6 @@ with algorithm=ppo, set critic.model, and gamma, lam, value_clip, critic_lr or c
     ds.value_head_prefix trainer.critic_warmup trainer.max_critic_ckpt_to_keep
 there is no entropy term; algorithm=maxent_grpo keeps the variety of answers <- actor.entropy_coef
     actor_rollout_ref.actor.entropy_coeff
-the loss has no term for routers, and none for text beside the rewards <- actor.aux_loss_coef model.aux_loss_coef
 rewards are as the functions return them <- reward.normalize_enable reward.stop_properly_penalty_coef algorithm.use_pf_ppo
 reward functions get every column <- data.reward_fn_key
 prompts are read from the rows of data=FILE <- data.custom_cls data.return_raw_input_ids data.return_raw_chat
@@ -316,9 +318,8 @@ no average of the weights is kept <- train.enable_ema train.ema_beta
 the reference is in the memory of the trainer, and needs no settings but reference.model <- actor_rollout_ref.ref ref.num_nodes
     ref.num_gpus_per_node train.colocate_actor_ref ref.offload
 `place` says where processes run <- train.colocate_all reward.num_nodes reward.num_gpus_per_node reward.offload ray_kwargs
-a server keeps its memory while the model trains <- vllm.enable_sleep ds.enable_sleep actor_rollout_ref.rollout.free_cache_engine
-a sample is never divided among processes <- ds.ring_attn_size ds.ring_attn_head_stride ds.tensor_parallel_size
-    actor_rollout_ref.actor.ulysses_sequence_parallel_size actor_rollout_ref.actor.megatron
+sharding.context divides tokens and heads among processes, and no matrix <- ds.ring_attn_head_stride ds.tensor_parallel_size
+    actor_rollout_ref.actor.megatron
 docs/migration.md has the names of verl that have a counterpart <- actor_rollout_ref
 """)
 """Name of verl or OpenRLHF, or section of verl's, that is no setting of the same value -> the

@@ -12,17 +12,13 @@ import torch
 from ludic.errors import ConfigError
 from ludic.inference.local.client import end_token_ids
 from ludic.inference.prompts.template import find_turn_end, read_template, reads_same_ids, with_kwargs
+from ludic.inference.vllm.in_server.server import LORA_RANKS
 from ludic.models.adapters import map_base_names
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.images.features import set_trained_parts
 from ludic.models.images.processor import attach_processor, find_processor
-from ludic.models.images.small import (
-    draw_image_model,
-    make_image_tokenizer,
-    make_small_image_config,
-    make_small_processor,
-)
-from ludic.models.loading import check_dtype, choose_class, load_classifier, load_model, load_tokenizer
+from ludic.models.images.small import draw_image_model, make_image_tokenizer, make_small_image_config, make_small_processor
+from ludic.models.loading import check_dtype, choose_class, find_whole_model, load_classifier, load_model, load_tokenizer
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.packed_attention import pin_rope
 from ludic.models.quantization import QuantizationSettings, find_quantized_layers, quantize_layers, require_bitsandbytes
@@ -32,6 +28,7 @@ from ludic.models.wrappers import has_adapters
 from ludic.recipes.compose import has_warmup
 from ludic.recipes.epochs_schema import EpochsRecipe, RMRecipe
 from ludic.recipes.named_sources import is_template
+from ludic.recipes.processes import choose_kind
 from ludic.recipes.schema import LoraSection, NetworkSection, Recipe
 from ludic.recipes.sections import ImagesSection, QuantizationSection, ShardingSection
 from ludic.training import ranks
@@ -52,29 +49,39 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
     return build_model(recipe, tokenizer), tokenizer
 
 
+ONE_THREAD_BELOW = 10_000_000
+"""Parameters. Below, two threads win little on idle cores, and lose much beside other work."""
+
+
+def choose_threads(recipe: Recipe | EpochsRecipe, model: Any) -> int:
+    """Threads of torch. If the recipe names no number, the size of the model decides and no
+    measurement, so that the run can be repeated."""
+    if recipe.threads is not None:
+        return recipe.threads
+    is_small = sum(weight.numel() for weight in model.parameters()) < ONE_THREAD_BELOW
+    return 1 if is_small else torch.get_num_threads()
+
+
 def build_model(recipe: Recipe | EpochsRecipe, tokenizer: Any) -> Any:
     """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`. A
     rank that gets its weights from rank 0 reads none from files."""
     if recipe.model is not None:
         load = load_skeleton if has_no_weights(recipe.sharding) else load_model
-        model = load(recipe.model, recipe.dtype, **list_limits(recipe), **model_options(recipe))
+        model = load(recipe.model, recipe.dtype, **model_options(recipe))
     else:
         model = make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
     pin_rope(model, recipe.trainer.max_seq_len)  # what only samples has it from here
     return fit_images(model, recipe, tokenizer)
 
 
-def list_limits(recipe: Any) -> dict[str, Any]:
-    """The arguments of `load_processor` that the recipe has."""
-    return {"max_pixels": recipe.images.max_pixels, "min_pixels": recipe.images.min_pixels}
-
-
 def fit_images(model: Any, recipe: Recipe | EpochsRecipe, tokenizer: Any) -> Any:
-    """The model, fitted to the `tokenizer`, with the tower that the recipe trains; a small one with
-    its processor. Raises ConfigError for settings of images that it does not have."""
+    """The model, fitted to the `tokenizer`, with the tower that the recipe trains and the limits of
+    pixels that it has; a small one with its processor. Raises ConfigError for settings of images
+    that it does not have."""
     if recipe.model is None and recipe.network.kind == "qwen2_vl":
-        attach_processor(model, make_small_processor(tokenizer, model.config, **list_limits(recipe)))
-    if find_processor(model) is not None:
+        attach_processor(model, make_small_processor(tokenizer, model.config))
+    if (images := find_processor(model)) is not None:
+        images.limit_pixels(min_pixels=recipe.images.min_pixels, max_pixels=recipe.images.max_pixels)
         set_trained_parts(model, recipe.images.tower)
     elif recipe.images != ImagesSection():
         raise ConfigError(f"images is set, and {type(model).__name__} sees none; name a model that does, or leave it out")
@@ -102,7 +109,7 @@ def fit_tokenizer(model: Any, tokenizer: Any) -> Any:
     if len(ends) > 1 and getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = sorted(ends)
     if (images := find_processor(model)) is not None:
-        images.tokenizer = images.processor.tokenizer = tokenizer
+        images.read_with(tokenizer)
     return tokenizer
 
 
@@ -241,9 +248,31 @@ def check_adapters(recipe: Recipe | EpochsRecipe) -> None:
     """Raise ConfigError for wrong settings of adapters or of quantised weights before a model is
     loaded, and MissingExtraError for 4 bits without bitsandbytes."""
     build_lora_settings(recipe.lora)
+    if isinstance(recipe, Recipe) and recipe.lora.publish == "adapter" and (reason := why_merged(recipe)) is not None:
+        raise ConfigError(f"lora.publish=adapter is not possible: {reason}; set lora.publish=auto")
     settings = build_quantization(recipe.quantization)
     if settings is not None and settings.kind != "int8":
         require_bitsandbytes()
+
+
+def why_merged(recipe: Recipe) -> str | None:
+    """Why servers must get merged weights; None if they may get the adapters alone. Servers that
+    the run starts load its `base`."""
+    lora, url, quantization = recipe.lora, recipe.inference.url, recipe.quantization.kind
+    reasons = {
+        f"lora.publish={lora.publish}, lora.rank={lora.rank}": not lora.rank or lora.publish == "merged",
+        "inference=local samples from a merged copy": choose_kind(recipe.inference) == "local",
+        "the server sleeps between pushes (inference.colocate)": recipe.inference.colocate,
+        f"vLLM takes no lora.rank above {LORA_RANKS[-1]}": lora.rank > LORA_RANKS[-1],
+        f"no server has the base of quantization={quantization}": quantization and (url or recipe.model is None),
+        "inference.url does not serve the base that the run makes": url and find_whole_model(recipe.model) is None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def serves_base(recipe: Recipe) -> bool:
+    """Whether the run starts servers of its `base`, which they get adapters for."""
+    return why_merged(recipe) is None and recipe.inference.url is None
 
 
 def add_adapters(model: Any, recipe: Recipe | EpochsRecipe, *, seed: int, device: str | None = None) -> Any:
@@ -278,7 +307,7 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     caller seeds. LoRA adapters are added if the recipe asks for them. Raises ConfigError if weights
     that were drawn would then stay untrained.
     """
-    drawn, options = set[str](), {"num_labels": 1, **list_limits(recipe), **model_options(recipe)}
+    drawn, options = set[str](), {"num_labels": 1, **model_options(recipe)}
     if recipe.model is None:
         model = make_small_model(recipe.network, tokenizer, scores=True).to(small_dtype(recipe.dtype))
     elif has_no_weights(recipe.sharding):

@@ -35,7 +35,7 @@ def check_named_sources(recipe: Any) -> None:
                 remedy = suggest_path(path, "give a file, a folder, or an id of the hub")
                 raise DataError(f"data: {source} does not exist, seen from {Path.cwd()}{remedy}")
     for setting in (*_MODELS, *FROZEN_MODELS[1:]):
-        if isinstance(source := _select(recipe, setting), str):
+        for source in _list_models(recipe, setting):
             check_place(source, "" if setting in _MODELS else setting)
     for setting in _FUNCTIONS:
         named = _select(recipe, setting)  # one name, a list of names, or names with their weights
@@ -49,7 +49,7 @@ def check_named_sources(recipe: Any) -> None:
 def list_local_sources(recipe: Any) -> list[str]:
     """The data and models that exist as files or folders here, as the recipe writes them."""
     named = [source for setting in _DATA for source in list_sources(_select(recipe, setting))]
-    named += [source for setting in _MODELS if isinstance(source := _select(recipe, setting), str)]
+    named += [source for setting in _MODELS for source in _list_models(recipe, setting)]
     return [source for source in dict.fromkeys(named) if Path(source).expanduser().exists()]
 
 
@@ -58,9 +58,9 @@ def list_read_models(recipe: Any, settings: Sequence[str] = (*_MODELS, *FROZEN_M
     subfolder = (_select(recipe, "model_init_kwargs") or {}).get("subfolder", "")
     found: dict[str, list[str]] = {}
     for setting in settings:
-        named = [_select(recipe, setting)]
+        named = _list_models(recipe, setting)
         for source in named:
-            places = [find_place(source, *configs) for configs in (CONFIGS, TOKENIZER_CONFIGS)] if isinstance(source, str) else []
+            places = (find_place(source, *configs) for configs in (CONFIGS, TOKENIZER_CONFIGS))
             for place in filter(None, dict.fromkeys(places)):
                 found |= {str(each): list_model_files(each) for each in (place, place / subfolder)}
                 is_adapted = setting == "reward_model" and (place / ADAPTER_CONFIG).is_file()
@@ -96,6 +96,12 @@ def list_sources(data: Any) -> Iterator[str]:
         source = entry.get("id") if isinstance(entry, Mapping) else entry
         if isinstance(source, str):
             yield source
+
+
+def _list_models(recipe: Any, setting: str) -> list[str]:
+    """What a setting names as text: a model, or several by name."""
+    named = _select(recipe, setting)
+    return [each for each in (named.values() if isinstance(named, Mapping) else [named]) if isinstance(each, str)]
 
 
 def _select(recipe: Any, path: str) -> Any:

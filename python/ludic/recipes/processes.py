@@ -151,6 +151,16 @@ class InferenceSection:
     url: Any = field(default=None, metadata={"excludes": "inference.kind=local"})
     """A server that runs already, such as http://127.0.0.1:8000, or a list of them. It is
     neither started nor stopped."""
+    colocate: bool = setting(
+        False,
+        needs="inference.kind=vllm or inference.python",
+        excludes="inference.url or place.trainers or place.servers or place.actors or queue.url or inference.batches_ahead or "
+        "rollout.over_sampling_factor or rollout.group_filter or info_seed.num_seeds or reward_model or inference.weights=ludic_nccl",
+        hint="trainer and server take turns on one device, and nothing else may compute on it",
+    )
+    """Trainer and server share one GPU, in turn: the server sleeps while the trainer computes, and
+    is woken to get the new weights; `trainer.offload` says what the trainer leaves there
+    meanwhile."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """Device of a server that is started: cpu, cuda, or auto."""
     server_args: list[str] = field(default_factory=list)
@@ -159,6 +169,10 @@ class InferenceSection:
     """How weights are sent to a server: gloo, ludic_nccl or disk. Null: gloo, which also works
     for a trainer and a server on one GPU; ludic_nccl needs separate GPUs. A server that runs
     already chooses between these two itself; disk needs a server that can read the run's folder."""
+    push: str = setting("auto", choices=("auto", "whole"))
+    """`auto`: send a server what changed in a step, where that is smaller than all weights. For
+    it, the trainer and each worker of the server keep the weights in host memory. `whole`: send
+    all. The servers of `place.servers` load all weights."""
     trainer_address: str = "127.0.0.1"
     """The address of this process for the servers that receive its weights; set it for servers on
     other machines."""
@@ -170,6 +184,12 @@ class InferenceSection:
     push_wait_s: float = setting(10.0, least=0)
     """Seconds that a push waits for the other servers of `place.servers` once one has the new
     weights. Those that need longer are sent no requests until they have them."""
+    routing: str = setting("least_busy", choices=("least_busy", "session", "prefix"))
+    """Which of several servers gets a request: the least busy one; the one of the episode's last
+    request; or the one that has cached most of the prompt. An overloaded one is passed over."""
+    max_kv_use: Optional[float] = setting(0.9, above=0, most=1, optional=True)  # noqa: UP045
+    """Requests wait in this process while a server reports that it uses more than this share of
+    its KV cache. Null: they never do."""
     batches_ahead: int = setting(0, least=0, hint="0 generates and trains in turn")
     """Batches that are generated while another trains; samples are then up to that many policy
     versions old. 0: none."""

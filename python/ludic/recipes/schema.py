@@ -95,6 +95,15 @@ class LoraSection:
 
 
 @dataclass
+class PublishedLoraSection(LoraSection):
+    """Low-rank adapters (LoRA), and how servers get them."""
+
+    publish: str = setting("auto", choices=("auto", "adapter", "merged"), needs="lora.rank")
+    """What servers get: `adapter`, the adapters alone; `merged`, all weights with the adapters
+    merged; `auto`, adapter if they take these adapters and have the base model."""
+
+
+@dataclass
 class WarmupSection:
     """Supervised fine-tuning before reinforcement, on the teacher's demonstrations or on rows."""
 
@@ -135,8 +144,7 @@ class RolloutSection:
         hint="the in-process engine keeps candidates",
     )
     """The tokens that `top_p`, `top_k` and `min_p` left at each position are kept with a sample:
-    the trained policy is softmax over them, at `temperature`. Needs `trainer.logits=full` and
-    `trainer.prefix_sharing=off`."""
+    the trained policy is softmax over them, at `temperature`. Needs `trainer.logits=full`."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that the prompt or the answer has already become less likely. With it, and
     with `top_p`, `top_k` or `min_p` but without `keep_candidates`, the trained policy is
@@ -217,8 +225,8 @@ class CommonSettings:
     output: str = MISSING
     """Folder that all runs are written to."""
     threads: Optional[int] = setting(least=1)  # noqa: UP045  OmegaConf reads this annotation at run time
-    """Threads of torch; null: torch's default. The last digits of results depend on it, so that
-    runs with other values differ."""
+    """Threads of torch; null: one for a model of fewer than 10 million parameters, else torch's
+    default. The last digits of results depend on it, so that runs with other values differ."""
     model: Optional[str] = MISSING  # noqa: UP045
     """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
     tokenizer: Optional[str] = MISSING  # noqa: UP045
@@ -313,7 +321,7 @@ class Recipe(CommonSettings):
     `train/beta`, to metrics.jsonl and the trackers."""
     task: TaskSection = field(default_factory=TaskSection)
     network: NetworkSection = field(default_factory=NetworkSection)
-    lora: LoraSection = field(default_factory=LoraSection)
+    lora: PublishedLoraSection = field(default_factory=PublishedLoraSection)
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
     agent: AgentSection = field(default_factory=AgentSection)
     warmup: WarmupSection = field(default_factory=WarmupSection)

@@ -38,6 +38,9 @@ class ShardingSection:
     stepped in float32; null: `dtype`. One process computes in bfloat16 by autocast."""
     reduce_dtype: str = setting("float32", choices=_DTYPES, needs=_SHARDED)
     """Type in which gradients are summed over ranks: float32 or bfloat16."""
+    context: int = setting(1, least=1)
+    """Ranks that compute the same rows, each a slice of their tokens (context parallelism): for
+    long samples. Divides the number of ranks and the model's heads; one process computes all."""
     cpu_offload: bool = setting(False, needs=_SHARDED)
     """Keep weights, gradients and optimizer in the memory of the CPU. Needs GPUs."""
     activation_checkpointing: bool = False
@@ -218,13 +221,23 @@ class ReferenceSection:
 class TeacherSection:
     """Whom the policy learns from, with `algorithm=opd`."""
 
-    model: Optional[str] = None  # noqa: UP045
+    model: Any = None
     """Folder in Hugging Face layout, of a run, or hub id, in which each of the policy's tokens has
-    the same id. A frozen copy of it is in memory in addition to the policy."""
+    the same id. A frozen copy of it is in memory in addition to the policy. Or several, by name:
+    `{maths: FOLDER, code: FOLDER}`."""
     url: Any = field(default=None, metadata={"excludes": "teacher.model"})
-    """A vLLM server of such a model, such as http://127.0.0.1:8000, or a list of them."""
+    """A vLLM server of such a model, such as http://127.0.0.1:8000, or a list of them. Or several
+    such models, by name."""
+    column: str = setting("teacher", needs="teacher.model or teacher.url")
+    """Of several, the column of the data that names the one of a row."""
     timeout_s: float = setting(120.0, above=0, needs="teacher.url")
     """Seconds in which a server must answer for a micro-batch, retries included."""
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Name -> its folder or servers; a single teacher has the name ""."""
+        source = self.url if self.model is None else self.model
+        return source if isinstance(source, dict) else {} if source is None else {"": source}
 
 
 def check_reference(section: ReferenceSection, *, has_adapters: bool) -> None:

@@ -18,7 +18,7 @@ from ludic.models.saving import save_missing_base, save_policy, write_card
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.build import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
-from ludic.recipes.model import add_adapters, is_shared_out, recomputes_activations
+from ludic.recipes.model import add_adapters, is_shared_out, recomputes_activations, serves_base
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sections import parse_steps
 from ludic.runs.directory import DONE, Progress, RunDirectory
@@ -85,7 +85,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         ranks.ask_rank_0("comparing the processor of images", self._check_processor)
         if precision := describe_precision(section):
             screen.note(precision)
-        ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, recipe.model, directory.base))
+        source = None if isinstance(recipe, Recipe) and serves_base(recipe) else recipe.model
+        ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, parts.tokenizer, source, directory.base))
 
     def _check_processor(self) -> None:
         """Record the processor of images. Raises CheckpointError if the run began with another."""

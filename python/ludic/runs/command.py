@@ -2,8 +2,6 @@
 handles Ctrl-C. `ludic train`, `sft`, `train-rm` and `dpo` and the objects of `ludic.trainers` are
 such commands.
 
-`settle_memory` sets what a training process does with freed memory.
-
 The folder of a run is made, resumed, or on other ranks than 0 found where rank 0 made or resumed
 it.
 """
@@ -11,7 +9,6 @@ it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import os
 import shutil
@@ -40,6 +37,7 @@ from ludic.runs.on_ranks import RankLog, run_on_ranks
 from ludic.runs.report.summary import write_failure
 from ludic.runs.resume import Changes, find_steps, parse_changes, resume_run
 from ludic.runs.stop_request import Interrupted
+from ludic.training.freed_memory import settle_memory
 
 if TYPE_CHECKING:
     from ludic.runs.base import TrainingRun
@@ -117,7 +115,7 @@ class RunCommand:
                 images.settle(directory.images)
                 if log is not None:
                     log.open_file(directory.ranks)
-                with _record_failure(directory, screen.note, is_new=is_new):
+                with _use_threads(recipe.threads), _record_failure(directory, screen.note, is_new=is_new):
                     run = run_class(recipe, parts, directory, screen)
                     run.is_placed = self._is_placed
                     if self._on_set_up is not None:
@@ -135,6 +133,7 @@ class RunCommand:
     def _build(self, recipe: Any, console: Console) -> tuple[type[TrainingRun[Any, Any, Any]], Any, Any]:
         """The class of the run, its screen and its parts. With several ranks, an error on one of
         them is raised on all, before there is a folder."""
+        from ludic.recipes.model import choose_threads
         from ludic.runs.loggers import Screen, check_trackers
         from ludic.training import ranks
         from ludic.training.backend.optimizers import find_own
@@ -147,6 +146,7 @@ class RunCommand:
             screen = Screen(console, every=recipe.log_every)
             run_class: type[TrainingRun[Any, Any, Any]] = getattr(import_module(module), name)
             parts = run_class.build(recipe, screen.note)
+            recipe.threads = choose_threads(recipe, parts.model)
             check_precision(parts.model, master_weights=recipe.trainer.master_weights)
             find_own(recipe.trainer.optimizer)
         return run_class, screen, parts
@@ -253,6 +253,19 @@ def _describe_start(run: TrainingRun[Any, Any, Any], *, is_new: bool) -> None:
 
 
 @contextmanager
+def _use_threads(threads: int) -> Iterator[None]:
+    """Inside, torch has `threads` threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def _record_failure(directory: RunDirectory, note: Callable[[str], None], *, is_new: bool) -> Iterator[None]:
     """Delete the folder of a run that fails before its first step, unless it has a server's log.
     Otherwise write the error to progress.json and summary.json, and say how to go on. Another rank
@@ -293,39 +306,3 @@ def _play_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
         run.timer.add("wall", time.perf_counter() - started)
         run.directory.write_progress(run.progress)
     return 0
-
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-"""Parameters of glibc's mallopt(3)."""
-MALLOC = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20}
-YOUNG_OBJECTS = 20_000
-"""Allocations between two runs of Python's garbage collector; an asynchronous batch makes
-hundreds of thousands."""
-
-
-@contextmanager
-def settle_memory() -> Iterator[None]:
-    """Wrap a run in it after the set-up.
-
-    Inside, the garbage collector runs less often and ignores all objects that existed before
-    (`gc.freeze`), unless the program has frozen objects itself. Freed tensors go back to the
-    allocator and not to the system, also afterwards, unless `MALLOC_*` or `GLIBC_TUNABLES` are set;
-    the backend returns them every few seconds (`FreedMemory`).
-    """
-    from ludic.training.backend.memory import find_allocator_function  # imports torch
-
-    if (mallopt := find_allocator_function("mallopt")) is not None:
-        for parameter, value in MALLOC.items():
-            mallopt(parameter, value)
-    thresholds = gc.get_threshold()
-    frozen_here = gc.get_freeze_count() == 0
-    gc.collect()
-    if frozen_here:
-        gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        if frozen_here:
-            gc.unfreeze()

@@ -38,7 +38,7 @@ from ludic.training.controllers import Controller, save_controller_state
 from ludic.training.controllers.saved_state import FILE_NAME
 from ludic.training.loggers import TeeLogger, TrainingLogger
 from ludic.training.loop.step_record import TokenLog
-from ludic.training.reference import FrozenModel, ReferencePolicy
+from ludic.training.reference import FrozenModel
 
 POLICY = "policy"
 """`critic.model` for a copy of the policy."""
@@ -47,14 +47,14 @@ POLICY = "policy"
 def check_control(recipe: Recipe, algorithm: RLAlgorithm) -> None:
     """Raise `ConfigError` for wrong settings of `reference`, `teacher` and `controllers`."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
-    teacher, name = recipe.teacher, f"algorithm ({recipe.algorithm})"
-    source = teacher.url if teacher.model is None else teacher.model
-    if algorithm.reads_teacher and source is None:
+    teachers, name = recipe.teacher.by_name, f"algorithm ({recipe.algorithm})"
+    shown = ", ".join(map(str, teachers.values()))
+    if algorithm.reads_teacher and not teachers:
         raise ConfigError(f"{name} learns from a teacher, and there is none; set teacher.model=FOLDER, or teacher.url=URL")
-    if source is not None and not algorithm.reads_teacher:
-        raise ConfigError(f"teacher ({source}) is not read by {name}; set algorithm=opd")
-    if teacher.url is not None and not algorithm.reads_reference:
-        raise ConfigError(f"teacher.url ({teacher.url}) gives no logits, which a divergence reads; set teacher.model=FOLDER")
+    if teachers and not algorithm.reads_teacher:
+        raise ConfigError(f"teacher ({shown}) is not read by {name}; set algorithm=opd")
+    if not algorithm.reads_reference and (recipe.teacher.model is None or "" not in teachers) and teachers:
+        raise ConfigError(f"a divergence reads the logits of one model, not of teacher ({shown}); set teacher.model=FOLDER")
     build_controllers(recipe.controllers, algorithm, group_size=_answers(recipe))
 
 
@@ -149,21 +149,26 @@ def open_reference(
 
 
 def check_teacher(section: TeacherSection, tokenizer: Any, cfg: TrainerConfig) -> None:
-    """Raise `ConfigError` unless the teacher, if there is one, has the vocabulary of the policy's
-    `tokenizer`; for a server that is away, too."""
+    """Raise `ConfigError` unless each teacher has the vocabulary of the policy's `tokenizer`; for a
+    server that is away, too."""
     if section.url is not None:
         open_teacher(section, tokenizer, cfg)
-    elif section.model is not None:
-        check_vocabulary("teacher.model", section.model, tokenizer)
+        return
+    for folder in section.by_name.values():
+        check_vocabulary("teacher.model", folder, tokenizer)
 
 
-def open_teacher(section: TeacherSection, tokenizer: Any, cfg: TrainerConfig) -> ReferencePolicy:
-    """The teacher of a recipe that `check_teacher` passes."""
-    if section.model is not None:
-        return FrozenModel.from_pretrained(section.model, cfg)
-    from ludic.training.distillation import TeacherServer
+def open_teacher(section: TeacherSection, tokenizer: Any, cfg: TrainerConfig) -> Any:
+    """The teachers of a recipe that `check_teacher` passes, or the only one."""
+    from ludic.training.distillation import Teachers, TeacherServer
 
-    return TeacherServer(section.url, tokenizer, cfg, name="teacher.url", timeout_s=section.timeout_s)
+    opened: dict[str, Any] = {}
+    for name, source in section.by_name.items():
+        if section.url is None:
+            opened[name] = FrozenModel.from_pretrained(source, cfg)
+        else:
+            opened[name] = TeacherServer(source, tokenizer, cfg, name="teacher.url", timeout_s=section.timeout_s)
+    return opened.get("") or Teachers(opened, section.column)
 
 
 def _keep(parts: RunParts, directory: RunDirectory, phase: str) -> None:

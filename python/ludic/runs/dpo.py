@@ -20,7 +20,6 @@ from ludic.files.checkpoints import check_model_folder
 from ludic.files.jsonl import read_jsonl, write_jsonl
 from ludic.inference.local import LocalChatClient
 from ludic.inference.request import SamplingParams
-from ludic.models.images.processor import find_processor
 from ludic.models.saving import save_policy
 from ludic.models.state_files import holds_whole_weights, read_model
 from ludic.recipes.build import build_config, check_callbacks
@@ -40,7 +39,7 @@ from ludic.runs.directory import DONE, DPODirectory
 from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, describe_data
 from ludic.runs.loggers import Screen
 from ludic.runs.report.summary import make_table
-from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
+from ludic.runs.shared_model import choose_precision, place_model, prepare_sharding
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.epochs import ItemBatchSource
@@ -89,8 +88,8 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
 
     @classmethod
     def build(cls, recipe: DPORecipe, note: Callable[[str], None]) -> PairsParts:
-        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
-        seed_everything(recipe.seed, threads=recipe.threads)
+        prepare_sharding(recipe.sharding, recipe.trainer.model_device)
+        seed_everything(recipe.seed)
         check_adapters(recipe)
         tokenizer = build_tokenizer(recipe)
         algorithm = make_algorithm(recipe)
@@ -101,8 +100,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         if reference is not None:
             check_vocabulary("reference.model", reference, tokenizer)
         model = build_model(recipe, tokenizer)
-        images = find_processor(model)
-        data = PairData.read(recipe, tokenizer, images, note=note, unpaired=recipe.loss.loss_type == "kto")
+        data = PairData.read(recipe, tokenizer, note=note, unpaired=recipe.loss.loss_type == "kto")
         check_heldout(data.heldout, cfg)
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device
         if not recipe.warmup.steps:
@@ -132,7 +130,6 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         return None if self.recipe.warmup.steps else super().adapted_base
 
     async def _warm_up(self) -> None:
-        """Supervised fine-tuning on the answers of the pairs, then save the policy."""
         recipe, parts, section = self.recipe, self.parts, self.recipe.warmup
         items = [item for item in parts.data.train if section.answers == "both" or item.meta["role"] == "chosen"]
         source = ItemBatchSource(items, batch_size=section.batch_size, seed=recipe.seed, name="warmup")
@@ -263,7 +260,6 @@ def _format_rate(rate: Mapping[str, float | None] | None) -> str:
 
 
 def _make_answers_table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The first answers to the same prompts."""
     columns = ["prompt", *dict.fromkeys(row["when"] for row in rows)]
     table = make_table("Sampled answers", columns)
     by_time = [[row for row in rows if row["when"] == when] for when in columns[1:]]

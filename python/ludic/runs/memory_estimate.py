@@ -32,7 +32,7 @@ from ludic.recipes.model import (
     recomputes_activations,
 )
 from ludic.recipes.schema import LoraSection, Recipe
-from ludic.recipes.sections import QuantizationSection, ReferenceSection, switches_adapters_off
+from ludic.recipes.sections import QuantizationSection, switches_adapters_off
 from ludic.training.backend.forward import CHUNKED_FROM
 from ludic.training.backend.optimizers import hidden_matrices
 from ludic.training.loss.token_scores import count_tile_elements
@@ -63,22 +63,25 @@ class Settings:
     optimizer: str = "adamw"
     """As `TrainerConfig.optimizer`."""
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
-    reference: ReferenceSection | None = None
-    """The reference that scores the batches of `ludic train`; None if the algorithm reads none."""
+    frozen_copies: int = 0
+    """Models in memory in addition to the policy: its reference, or its teachers."""
+    offload: bool = False
+    """Whether nothing of that is on the device while a server samples there."""
     has_critic: bool = False
     """Whether a second model is trained, of about the size of the policy (`critic.model`)."""
 
     @classmethod
     def of(cls, recipe: Recipe | EpochsRecipe) -> Settings:
         """The sizes of a recipe."""
-        concurrency, reference, has_critic = 0, None, False
+        concurrency, frozen_copies, has_critic = 0, 0, False
         if isinstance(recipe, Recipe):
             concurrency = recipe.rollout.concurrency if recipe.inference.kind in (None, "local") else 0
             algorithm = build_algorithm(recipe)
-            reference = recipe.reference if algorithm.reads_reference else None
             has_critic = recipe.critic.model is not None
             if algorithm.reads_teacher:
-                reference = ReferenceSection("model") if recipe.teacher.url is None else None
+                frozen_copies = len(recipe.teacher.by_name) if recipe.teacher.url is None else 0
+            elif algorithm.reads_reference:
+                frozen_copies = int(not switches_adapters_off(recipe.reference, has_adapters=bool(recipe.lora.rank)))
         return cls(
             dtype=recipe.dtype,
             micro_token_budget=recipe.trainer.micro_token_budget,
@@ -89,14 +92,10 @@ class Settings:
             lora=recipe.lora,
             optimizer=recipe.trainer.optimizer,
             quantization=recipe.quantization,
-            reference=reference,
+            frozen_copies=frozen_copies,
             has_critic=has_critic,
+            offload=isinstance(recipe, Recipe) and recipe.inference.colocate and recipe.trainer.offload is not False,
         )
-
-    @property
-    def copies_reference(self) -> bool:
-        """Whether a frozen copy of the model is in memory."""
-        return self.reference is not None and not switches_adapters_off(self.reference, has_adapters=bool(self.lora.rank))
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,7 @@ class MemoryEstimate:
     trained: int
     """Number of them that are trained."""
     weights: int
-    """With the frozen copy that is the reference, if there is one. Weights, gradients
-    and optimizer include a critic that is a model."""
+    """With the frozen copies. Weights, gradients and optimizer include a critic that is a model."""
     gradients: int
     optimizer: int
     """The optimizer's state, and float32 masters of trained weights in half precision."""
@@ -131,7 +129,7 @@ class MemoryEstimate:
     @property
     def sampling(self) -> int:
         """The peak while sampling; gradients are freed then."""
-        return self.weights + self.optimizer + self.kv_cache
+        return 0 if self.settings.offload else self.weights + self.optimizer + self.kv_cache
 
     @property
     def peak(self) -> int:
@@ -185,7 +183,7 @@ class MemoryEstimator:
         if settings.checkpointing:  # the input of each block, and what one block saves when it is computed again
             blocks = text.num_hidden_layers
             saved = blocks * tokens * text.hidden_size * dtype.itemsize + saved // blocks
-        copy = _count_bytes(parameters) if settings.copies_reference else 0
+        copy = _count_bytes(parameters) * settings.frozen_copies
         trained_models = 2 if settings.has_critic else 1
         tile = count_tile_elements(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return MemoryEstimate(

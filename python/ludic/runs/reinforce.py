@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.files.checkpoints import check_model_folder
 from ludic.inference.local import LocalChatClient
 from ludic.interaction.agent_program import describe_agent
-from ludic.models.images.processor import find_processor
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.models.wrappers import has_adapters
@@ -34,6 +33,7 @@ from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.base import RunParts, TrainingRun, has_checkpoint, restore_best_weights
 from ludic.runs.control import check_control, check_critic, check_teacher, open_control, open_critic
+from ludic.runs.curriculum import CurriculumRequests
 from ludic.runs.data.sft import Warmup
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, check_watched_metrics, list_measured, make_held_out
@@ -42,14 +42,13 @@ from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
 from ludic.runs.rollouts import (
     OverSampledRollouts,
     PlayedBatches,
-    TrainingRequests,
     check_rollouts,
     describe_over_sampling,
     make_engine,
     make_training_requests,
 )
 from ludic.runs.sampler import Sampler, check_inference, make_preflight, open_sampler
-from ludic.runs.shared_model import check_sampling, check_sharding_settings, choose_precision, place_model
+from ludic.runs.shared_model import check_sampling, choose_precision, place_model, prepare_sharding
 from ludic.runs.trial import check_prompts, try_task, warn_of_long_prompts
 from ludic.tasks import EpisodicTask
 from ludic.tasks.episodic import logged_names, task_reducers
@@ -59,7 +58,6 @@ from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.source import STOP_PATIENCE_S, BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import eval_key
-from ludic.training.info_seed import InfoSeed
 from ludic.training.loggers import TrainingLogger
 from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
@@ -107,7 +105,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         parse_steps(recipe.profile)
         check_actors(recipe)
         check_over_sampling(recipe)
-        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
+        prepare_sharding(recipe.sharding, recipe.trainer.model_device)
         check_sampling(recipe)
         measured = recipe.task.args.get("heldout_data") if recipe.task.kind == "data" else None
         if recipe.data is None and measured is not None:
@@ -122,11 +120,11 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         check_control(recipe, algorithm)
         check_rollouts(recipe, task)
         build_curriculum(recipe, task)
-        seed_everything(recipe.seed, threads=recipe.threads)
+        seed_everything(recipe.seed)
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
         check_critic(recipe, algorithm, tokenizer)
-        check_prompts(recipe, task, tokenizer, model)
+        check_prompts(recipe, task, tokenizer)
         warn_of_long_prompts(recipe, task, tokenizer, model)
         try_task(recipe, task, tokenizer, model)
         task = add_reward_model(recipe, task, tokenizer)
@@ -137,8 +135,14 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
         warmup_cfg = build_trainer_config(recipe.warmup.trainer, **derived)
         cfg = build_trainer_config(recipe.trainer, **derived, temperature=temperature)
+        if cfg.offload and not recipe.inference.colocate:
+            raise ConfigError(
+                "trainer.offload needs inference.colocate: only a server can sample meanwhile; set that, or leave it out"
+            )
+        if cfg.offload is None:
+            cfg = replace(cfg, offload=recipe.inference.colocate)
         check_teacher(recipe.teacher, tokenizer, cfg)
-        warmup = Warmup.read(recipe, task, tokenizer, find_processor(model))
+        warmup = Warmup.read(recipe, task, tokenizer)
         check_watched_metrics(recipe, warmup_cfg, cfg, task)
         return RLParts(model, tokenizer, task, algorithm, warmup_cfg, cfg, warmup)
 
@@ -258,6 +262,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 finally:
                     if source is not None:
                         await source.aclose()
+        await trainer.reload()  # the server has ended
 
     async def _try_agent(self, sampler: Sampler) -> None:
         """Play an episode of the agent before the first step, and tell what was found. Raises
@@ -302,11 +307,17 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self.directory.write_progress(self.progress)
 
     def _make_source(self, sampler: Sampler, actors: ActorProcesses | None) -> BatchSourceBase:
-        credit, turns = self.parts.algorithm.credit_assigner, self.parts.task.max_turns
+        algorithm, task = self.parts.algorithm, self.parts.task
+        credit, turns = algorithm.credit_assigner, task.max_turns
         if uses_queue(self.recipe):
             checkpoints = self.directory.checkpoints / REINFORCE
             return ActorBatches(self.recipe, self.directory, checkpoints, credit, self.stop, actors)
-        requests = self._make_requests(build_info_seed(self.recipe.info_seed))
+        info_seed, curriculum = build_info_seed(self.recipe.info_seed), build_curriculum(self.recipe, task)
+        settings: Any = {"seed": self.recipe.seed, "info_seed": info_seed, "greedy": algorithm.greedy_baseline}
+        if curriculum is None:
+            requests = make_training_requests(task, self.recipe.rollout, **settings)
+        else:
+            requests = CurriculumRequests(task, task.problem_list, self.recipe.rollout, policy=curriculum, **settings)
         engine = self._make_engine(trained=True, sampler=sampler)
         if uses_pool(self.recipe):
             self.screen.note(describe_over_sampling(self.recipe))
@@ -314,16 +325,6 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         source = PlayedBatches(self.recipe.rollout, engine, requests, credit, max_steps=turns, directory=self.directory)
         ahead = self.recipe.inference.batches_ahead
         return OverlappedSource(source, max_lag=ahead) if ahead else source
-
-    def _make_requests(self, info_seed: InfoSeed | None) -> TrainingRequests:
-        recipe, task = self.recipe, self.parts.task
-        policy, problems = build_curriculum(recipe, task), task.problem_list
-        settings: Any = {"seed": recipe.seed, "info_seed": info_seed, "greedy": self.parts.algorithm.greedy_baseline}
-        if policy is None or problems is None:
-            return make_training_requests(task, recipe.rollout, **settings)
-        from ludic.runs.curriculum import CurriculumRequests
-
-        return CurriculumRequests(task, problems, recipe.rollout, policy=policy, **settings)
 
     def _make_phase_trainer(
         self,

@@ -26,7 +26,7 @@ _FREE = (
     *("name", "output", "log_every", "report_to", "rollout.log_every", "checkpoint."),
     *("inference.url", "inference.python", "inference.device", "inference.server_args", "inference.weights"),
     *("inference.trainer_address", "inference.timeout_s", "inference.push_", "inference.preflight", "ranks."),
-    *("sharding.kind", "sharding.shards", "sharding.cpu_offload"),
+    *("sharding.kind", "sharding.shards", "sharding.context", "sharding.cpu_offload"),
     *("sharding.activation_checkpointing", "gradient_checkpointing"),
     *("place.", "queue.url", "queue.lease_s", "queue.patience_s"),
     *("callbacks.keep_best", "callbacks.push_to_hub", "callbacks.private", "callbacks.completions"),

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from ludic.files.atomic import write_text
-from ludic.models.images.processor import find_processor
 from ludic.models.quantization import count_weights
 from ludic.recipes.build import build_config, check_callbacks
 from ludic.recipes.epochs_schema import RMRecipe
@@ -17,7 +16,7 @@ from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, describe_data
 from ludic.runs.report.scores import encode_scores
 from ludic.runs.report.summary import make_table
-from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
+from ludic.runs.shared_model import choose_precision, place_model, prepare_sharding
 from ludic.training import ranks, watchdog
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.presets import make_bradley_terry
@@ -53,16 +52,16 @@ class RMRun(PairsRun[RMRecipe, RMDirectory]):
 
     @classmethod
     def build(cls, recipe: RMRecipe, note: Callable[[str], None]) -> PairsParts:
-        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
+        prepare_sharding(recipe.sharding, recipe.trainer.model_device)
         check_adapters(recipe)
-        seed_everything(recipe.seed, threads=recipe.threads)
+        seed_everything(recipe.seed)
         tokenizer = choose_padding_token(build_tokenizer(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))
         cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg)
         model = build_reward_model(recipe, tokenizer)
-        data = PairData.read(recipe, tokenizer, find_processor(model), note=note)
+        data = PairData.read(recipe, tokenizer, note=note)
         check_heldout(data.heldout, cfg)
         # A whole model that the ranks share out is only saved, and computes nothing.
         model = place_model(model, recipe.sharding, "cpu" if is_shared_out(recipe.sharding) else cfg.model_device)

@@ -101,9 +101,11 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
     if recipe.info_seed.num_seeds and (task.max_turns > 1 or task.tool_use is not None):
         raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs a task of one turn; leave tools out, too")
     cfg = recipe.trainer
-    if recipe.rollout.keep_candidates and (cfg.logits != "full" or cfg.prefix_sharing != "off" or not recipe.rollout.temperature):
+    if recipe.rollout.keep_candidates and (
+        cfg.logits != "full" or cfg.prefix_sharing == "tree" or not recipe.rollout.temperature
+    ):
         raise ConfigError(
-            f"rollout.keep_candidates needs trainer.logits=full ({cfg.logits}), trainer.prefix_sharing=off "
+            f"rollout.keep_candidates needs trainer.logits=full ({cfg.logits}), trainer.prefix_sharing=auto or off "
             f"({cfg.prefix_sharing}) and a rollout.temperature above 0 ({recipe.rollout.temperature:g}); set these too"
         )
 

@@ -13,18 +13,19 @@ from typing import Any
 
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.client import ChatClient
+from ludic.inference.client import ChatClient, Publisher
 from ludic.launch.local import LOOPBACK
-from ludic.models.images.processor import find_processor
 from ludic.models.published import has_frozen_weights
 from ludic.recipes.actors import choose_lag
 from ludic.recipes.processes import InferenceSection, choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
+from ludic.runs.adapters import SERVED_NAME, try_adapters
 from ludic.runs.launching import list_servers
 from ludic.runs.rollouts import make_training_inference
-from ludic.runs.servers import SERVED_NAME, connect_to_servers, start_server
+from ludic.runs.servers import connect_to_servers, make_client, start_server
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks
+from ludic.training.backend.offload import Offload
 from ludic.training.loop.step_record import PhaseTimer
 from ludic.training.preflight.check import MAX_DIFFERENCE, MAX_ROUNDING, Preflight
 
@@ -78,7 +79,7 @@ async def open_sampler(
         return
     if recipe.place.servers:
         placed = connect_to_servers(
-            recipe, model, tokenizer, folder.parent, pushes=pushes, is_stopped=is_stopped, find_end=find_end
+            recipe, model, tokenizer, folder.parent, pushes=pushes, note=note, is_stopped=is_stopped, find_end=find_end
         )
         note(f"Waiting for {', '.join(list_servers(recipe.place))}; their output is in {folder.parent / 'workers'}")
         async with AsyncExitStack() as opened:
@@ -87,13 +88,15 @@ async def open_sampler(
             yield Sampler(client, publisher, SERVED_NAME, remote=True)
         return
     if recipe.inference.url is not None:
-        async with _connect(recipe, model, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
+        async with _connect(recipe, model, tokenizer, _list_urls(recipe.inference), folder, note if pushes else None) as sampler:
             note(f"Sampling from {', '.join(_list_urls(recipe.inference))}")
             yield sampler
         return
+    if recipe.inference.colocate:  # a server does not start on a device whose memory is taken
+        await asyncio.to_thread(Offload([model]).to_host)
     async with (
-        _run_server(recipe, folder, log, note, timer or PhaseTimer()) as url,
-        _connect(recipe, model, tokenizer, [url], folder, pushes) as sampler,
+        _run_server(recipe, folder, log, note, timer or PhaseTimer(), pushes) as url,
+        _connect(recipe, model, tokenizer, [url], folder, note if pushes else None) as sampler,
     ):
         yield sampler
 
@@ -106,6 +109,12 @@ def check_inference(recipe: Recipe, model: Any) -> None:
         raise ConfigError(f"evaluation.on ({where}) must be trainer, or servers (inference=vllm, trainer.sync_every_steps=1)")
     if is_local:
         return
+    if section.colocate and ranks.is_distributed():
+        raise ConfigError("inference.colocate is for one trainer on one GPU; leave it out, or train with one process")
+    if section.colocate and where == "trainer" and (recipe.trainer.eval_every_n_steps or recipe.trainer.eval_at_start):
+        raise ConfigError(
+            "evaluation.on (trainer) needs the GPU in the server's turn (inference.colocate); set evaluation.on=servers"
+        )
     from ludic.inference.vllm.endpoints import VllmEndpoints
     from ludic.inference.vllm.launch import check_has_vllm, is_cpu_build, server_python
     from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S, server_url
@@ -153,13 +162,14 @@ def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
         copy_model=overlaps or (has_adapters(model) and every > 0 and not is_shared),
         logprobs_mode="processed" if convention.processed else "raw",
         keep_candidates=recipe.rollout.keep_candidates,
+        keep_routes=recipe.trainer.replay_routing,
     )
     return Sampler(client, LocalPublisher(client, shares_model=is_shared), recipe.model or "small", remote=False)
 
 
 @asynccontextmanager
 async def _run_server(
-    recipe: Recipe, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer
+    recipe: Recipe, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer, pushes: bool
 ) -> AsyncIterator[str]:
     """Start a server of the policy in `folder` and yield its address."""
     from ludic.inference.servers.ports import free_port
@@ -169,7 +179,7 @@ async def _run_server(
     python, port = server_python(section.python), free_port()
     weights: Any = section.weights or "gloo"  # works for two processes on one GPU; NCCL does not
     note(f"Starting a vLLM server from {python}; its output is in {log}")
-    proc = start_server(recipe, folder, LOOPBACK, port, weights=weights, log=log)
+    proc = start_server(recipe, folder, LOOPBACK, port, weights=weights, takes_adapters=pushes, log=log)
     try:
         with timer.phase("server_start"):
             await asyncio.to_thread(wait_for_vllm_health, LOOPBACK, port, proc, section.timeout_s)
@@ -180,38 +190,44 @@ async def _run_server(
 
 @asynccontextmanager
 async def _connect(
-    recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, pushes: bool
+    recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, note: Callable[[str], None] | None
 ) -> AsyncIterator[Sampler]:
-    """A client of the servers at `urls`, with a publisher if `pushes`."""
+    """A client of the servers at `urls`, with a publisher if it can `note` how it publishes."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
-    from ludic.inference.vllm.client import VLLMChatClient
     from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
 
-    timeout_s = recipe.inference.timeout_s
-    images = find_processor(model)
-    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, images=images))
-    async with client:
+    async with await make_client(recipe, tokenizer, urls) as client:
         served = client.models()
         if not served:
             raise ConfigError(f"{urls[0]} lists no model; is it a vLLM server?")
-        if not pushes:
+        if note is None:
             yield Sampler(client, None, served[0], remote=True)
             return
+        adapters: Publisher | None = await asyncio.to_thread(try_adapters, recipe, client, model, folder.parent, note, served[0])
         by_folder = folder.parent / "pushed" if recipe.inference.weights == "disk" else None
         partial = has_frozen_weights(model)
-        publisher = await asyncio.to_thread(
-            lambda: create_vllm_publisher(
-                client,
-                directory=by_folder,
-                master_address=recipe.inference.trainer_address,
-                timeout_s=recipe.inference.timeout_s,
-                partial=partial,
+        level = (1 if partial else 2) if recipe.inference.colocate else None  # frozen weights are not pushed again
+        publisher = (
+            adapters
+            if adapters is not None
+            else await asyncio.to_thread(
+                lambda: create_vllm_publisher(
+                    client,
+                    directory=by_folder,
+                    push=recipe.inference.push,
+                    master_address=recipe.inference.trainer_address,
+                    timeout_s=recipe.inference.timeout_s,
+                    partial=partial,
+                    sleep_level=level,
+                )
             )
         )
         try:
             if partial and recipe.inference.url is not None:  # it may have other frozen weights: it was started by somebody else
                 stored = Checkpoint(folder)
                 await asyncio.to_thread(lambda: publisher.publish(dict(stored.read(list(stored.weights))), version=0))
+            if level is not None:
+                await asyncio.to_thread(publisher.sleep)  # until the trainer's first push
             yield Sampler(client, publisher, served[0], remote=True)
         finally:
             await asyncio.to_thread(publisher.close)
@@ -232,6 +248,6 @@ def make_preflight(recipe: Recipe, task: EpisodicTask, tokenizer: Any, sampler: 
     return Preflight(
         sampling=make_training_inference(recipe.rollout, task).sampling,
         tokenizer=tokenizer if task.tool_use is None else None,  # its template alone gives no prompt with tools
-        client=sampler.client,
+        client=None if section.colocate else sampler.client,  # it sleeps
         threshold=(MAX_DIFFERENCE if is_exact else MAX_ROUNDING) if threshold is None else threshold,
     )

@@ -25,12 +25,15 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+from ludic.distributed.adapters.lora import SupervisedAdapters
 from ludic.distributed.adapters.supervised import SupervisedServers
+from ludic.distributed.push.target import PushUrls
 from ludic.errors import TRY_AGAIN, CheckpointError, ConfigError, EngineDeadError, InferenceError
 from ludic.files.atomic import clear_unfinished, delete_folder, read_json, write_json
 from ludic.inference.servers.http import BlockingHttp
@@ -39,12 +42,14 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE
 from ludic.inference.vllm.in_server.server import WeightBackend
 from ludic.inference.vllm.servers import HEALTH_TIMEOUT_S, server_url
-from ludic.models.images.processor import find_processor
 from ludic.models.packed_attention import find_rope_limits
+from ludic.models.places import base_folder
 from ludic.models.published import has_frozen_weights
 from ludic.recipes.compose import compose
+from ludic.recipes.model import serves_base
 from ludic.recipes.processes import choose_logprob_convention
 from ludic.recipes.schema import Recipe
+from ludic.runs.adapters import SERVED_NAME, try_adapters
 from ludic.runs.directory import RunDirectory
 from ludic.runs.launching import list_servers
 from ludic.runs.stop_request import Interrupted, listen_for_signals
@@ -104,12 +109,17 @@ class ServerAddresses:
         return self._folder / f"{name}.json"
 
 
-SERVED_NAME = "policy"
-"""The name of the policy in requests."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """The folder has all files."""
+WITHOUT_LORA = ("bloom", "dbrx", "falcon", "falcon_mamba", "gemma3n", "gpt2", "gptj", "mamba", "mamba2", "stablelm", "zamba2")
+"""Types of models in transformers that vLLM 0.32 does not start with `--enable-lora`."""
 MODEL_S = 24 * 3600.0
 """How long the warm-up of the run may take, after which there is a policy to serve."""
+
+
+COLOCATED_SHARE = 0.9
+"""Of a device whose trainer takes turns with the server. The rest is for what neither of them can
+free: contexts of CUDA, kernels, workspaces."""
 
 
 def start_server(
@@ -119,17 +129,27 @@ def start_server(
     port: int,
     *,
     weights: WeightBackend,
+    takes_adapters: bool,
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[Any]:
-    """Start a server of the policy in `folder`. On a CPU it computes in float32, elsewhere in the
-    policy's own dtype. `weights` is how new weights are sent; without `log` it writes where this
-    process does."""
+    """Start a server of the policy in `folder`; if it `takes_adapters` and the recipe pushes them,
+    of the base beside it. On a CPU it computes in float32, elsewhere in the policy's own dtype.
+    `weights` is how new weights are sent; without `log` it writes where this process does."""
     from ludic.inference.vllm.launch import is_cpu_build, server_python, start_vllm_server
 
     section = recipe.inference
+    rank = recipe.lora.rank if takes_adapters and serves_base(recipe) else 0
+    folder = base_folder(folder) if rank else folder
     python = server_python(section.python)
+    options: dict[str, Any] = {}
     cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
+    if section.colocate:  # the trainer has left the device
+        options = {"sleep_mode": True, "gpu_memory_utilization": COLOCATED_SHARE}
+    if cpu and recipe.trainer.replay_routing:
+        raise ConfigError(
+            "vLLM 0.32 returns no routed experts on a CPU; set inference=local, or leave trainer.replay_routing off"
+        )
     convention, config = choose_logprob_convention(recipe.rollout), read_json(folder / "config.json")
     return start_vllm_server(
         str(folder),
@@ -141,10 +161,12 @@ def start_server(
         served_model_name=SERVED_NAME,
         logprobs_mode="processed_logprobs" if convention.processed else "raw_logprobs",
         weights=weights,
+        lora_rank=0 if config.get("model_type") in WITHOUT_LORA else rank,
         max_model_len=_read_rope_limit(folder, recipe.trainer.max_seq_len),
-        extra_args=section.server_args,
+        extra_args=[*section.server_args, *(["--enable-return-routed-experts"] if recipe.trainer.replay_routing else [])],
         env={**OFFLINE, **(env or {})},
         log_path=log,
+        **options,
     )
 
 
@@ -169,7 +191,6 @@ def run_server_process(folder: Path, *, name: str, host: str) -> int:
 
 
 async def _serve(recipe: Recipe, directory: RunDirectory, name: str, host: str) -> int:
-    """The exit status."""
     from ludic.inference.vllm.launch import stop_vllm_server, wait_for_vllm_health
 
     stop, signals = listen_for_signals()
@@ -181,7 +202,7 @@ async def _serve(recipe: Recipe, directory: RunDirectory, name: str, host: str) 
     if not await _wait_for_model(directory.model, stop):
         return 128 + signals[0]
     port = _choose_port(host, before)
-    proc = start_server(recipe, directory.model, host, port, weights="disk", env={VARIABLE: secret})
+    proc = start_server(recipe, directory.model, host, port, weights="disk", takes_adapters=True, env={VARIABLE: secret})
     try:
         ready = asyncio.create_task(asyncio.to_thread(wait_for_vllm_health, host, port, proc, recipe.inference.timeout_s))
         stopped = asyncio.create_task(stop.wait())
@@ -249,6 +270,7 @@ async def connect_to_servers(
     run: Path,
     *,
     pushes: bool,
+    note: Callable[[str], None],
     is_stopped: Callable[[], bool],
     find_end: Callable[[], str | None],
 ) -> AsyncIterator[tuple[VLLMChatClient, SupervisedServers | None]]:
@@ -263,15 +285,18 @@ async def connect_to_servers(
 
     timeout_s = recipe.inference.timeout_s
     urls = await _wait_for_addresses(addresses, names, run / "model", timeout_s, is_stopped, find_end)
-    images = find_processor(model)
-    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, images=images))
+    client = await make_client(recipe, tokenizer, urls)
     client.follow_restarts(Restarts(find_url, find_end))
     async with client:
         if not pushes:
             yield client, None
             return
         clear_versions(run / "pushed")
-        publisher = SupervisedServers(
+        make: Callable[..., SupervisedServers] = partial(SupervisedServers, partial=has_frozen_weights(model))
+        target = PushUrls(urls, addresses.secret_headers())
+        if (trial := await asyncio.to_thread(try_adapters, recipe, target, model, run, note)) is not None:
+            make = partial(SupervisedAdapters, model=model, run=trial.run)
+        publisher = make(
             client,
             run / "pushed",
             count=len(names),
@@ -282,13 +307,19 @@ async def connect_to_servers(
             wait_s=recipe.inference.push_wait_s,
             find_end=find_end,
             is_stopped=is_stopped,
-            partial=has_frozen_weights(model),
         )
         try:
             with kept_current(publisher):
                 yield client, publisher
         finally:
             await asyncio.to_thread(publisher.close)
+
+
+async def make_client(recipe: Recipe, tokenizer: Any, urls: list[str]) -> VLLMChatClient:
+    """A client of the servers at `urls`, once they are healthy."""
+    section = recipe.inference
+    shared: Any = {"timeout_s": section.timeout_s, "routing": section.routing, "max_kv_use": section.max_kv_use}
+    return await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, **shared))
 
 
 def clear_versions(folder: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from ludic.files.jsonl import write_jsonl
 from ludic.inference.local.client import end_token_ids
-from ludic.models.images.processor import find_processor
 from ludic.recipes.build import build_trainer_config, check_callbacks
 from ludic.recipes.epochs_schema import SFTRecipe
 from ludic.recipes.model import add_adapters, build_model, build_tokenizer, check_adapters, quantize_base
@@ -20,7 +19,7 @@ from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsParts, EpochsRun, check_heldout
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.summary import show_costs
-from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
+from ludic.runs.shared_model import choose_precision, place_model, prepare_sharding
 from ludic.training import ranks, watchdog
 from ludic.training.evaluators.held_out import HeldOutLoss
 from ludic.training.presets import make_sft
@@ -46,12 +45,12 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
 
     @classmethod
     def build(cls, recipe: SFTRecipe, note: Callable[[str], None]) -> SFTParts:
-        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
+        prepare_sharding(recipe.sharding, recipe.trainer.model_device)
         check_adapters(recipe)
-        seed_everything(recipe.seed, threads=recipe.threads)
+        seed_everything(recipe.seed)
         tokenizer = build_tokenizer(recipe)
         model = build_model(recipe, tokenizer)
-        data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer, find_processor(model))
+        data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)

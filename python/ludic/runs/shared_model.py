@@ -29,11 +29,13 @@ from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
 ConfigT = TypeVar("ConfigT", bound=TrainerConfig)
 
 
-def check_sharding_settings(section: ShardingSection, device: str) -> None:
-    """Raise `ConfigError` for settings of sharding that this run cannot follow."""
+def prepare_sharding(section: ShardingSection, device: str) -> None:
+    """Group the ranks by `context`. Raises `ConfigError` for what this run cannot follow."""
     check_sharding(section, world_size=ranks.world_size())
     if section.cpu_offload and torch.device(device).type != "cuda":
         raise ConfigError(f"sharding.cpu_offload moves weights out of GPUs, and trainer.model_device is {device}; leave it off")
+    if ranks.is_distributed():
+        ranks.split_context(section.context)
 
 
 def check_sampling(recipe: Recipe) -> None:

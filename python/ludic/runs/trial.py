@@ -21,9 +21,9 @@ from ludic.images.content import intern_observation
 from ludic.images.store import current_store
 from ludic.inference import ChatCompletionRequest
 from ludic.inference.prompts.encoder import PromptEncoder
+from ludic.inference.prompts.images import find_processor
 from ludic.inference.prompts.template import Dialogue, read_template, read_template_kwargs
 from ludic.interaction.single_agent import store_images
-from ludic.models.images.processor import find_processor
 from ludic.models.wrappers import find_text_config
 from ludic.recipes.schema import Recipe
 from ludic.runs.rollouts import make_evaluation_inference, make_protocol
@@ -54,7 +54,7 @@ def try_task(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> 
         context = getattr(find_text_config(model), "max_position_embeddings", None)
         episode = first[0] if len(first) else drawn
         for each, env in zip(answers, trial.make_envs(episode, len(answers)), strict=True):
-            trial.play(env, episode, list(suites), _Scripted(each, PromptEncoder(tokenizer, find_processor(model)), context))
+            trial.play(env, episode, list(suites), _Scripted(each, PromptEncoder(tokenizer, find_processor(tokenizer)), context))
 
 
 class _Trial:
@@ -215,14 +215,14 @@ def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: 
         )
 
 
-def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
+def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
     """Raise `ConfigError` if the tokenizer cannot render the prompts of a task, or if no prompt
     leaves room for an answer."""
     problems = task.problem_list
     check_dialogues(task, () if problems is None else problems.training, tokenizer)
     if problems is None or recipe.steps == 0:
         return
-    lengths = PromptLengths(recipe, task, tokenizer, model)
+    lengths = PromptLengths(recipe, task, tokenizer)
     first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
     if first_chat is not None:
         lengths.measure(first_chat)
@@ -235,9 +235,9 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any
 class PromptLengths:
     """Measures the first prompts of a task's problems in tokens."""
 
-    def __init__(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
+    def __init__(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
         self.system_prompt = recipe.rollout.system_prompt or task.system_prompt
-        self._task, self._tokens = task, PromptEncoder(tokenizer, find_processor(model))
+        self._task, self._tokens = task, PromptEncoder(tokenizer, find_processor(tokenizer))
         self._tools = [] if task.tool_use is None else task.tool_use.schemas
 
     def measure(self, problem: Episode, *, with_system_prompt: bool = True) -> int:
@@ -254,7 +254,7 @@ def warn_of_long_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, mod
     problems = task.problem_list
     if problems is None or recipe.steps == 0:
         return
-    lengths = PromptLengths(recipe, task, tokenizer, model)
+    lengths = PromptLengths(recipe, task, tokenizer)
     context = getattr(find_text_config(model), "max_position_embeddings", None)
     limits = {"trainer.max_seq_len": recipe.trainer.max_seq_len, MODEL: context}
     setting, limit = min(((name, size) for name, size in limits.items() if size), key=lambda pair: pair[1])

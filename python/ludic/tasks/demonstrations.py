@@ -10,8 +10,8 @@ from ludic.context import GivenDialog
 from ludic.errors import ConfigError
 from ludic.images.content import find_message_digests, intern_messages, intern_observation
 from ludic.images.store import current_store
+from ludic.inference.prompts.images import find_processor
 from ludic.inference.prompts.template import ChatTemplate, begin_prompt, find_turn_end
-from ludic.models.images.processor import ImageProcessor
 from ludic.tasks.episodic import EpisodicTask, Task, Turn, as_episodic
 from ludic.training.samples.conversations import expand_images, find_images
 from ludic.training.types import SAWBatch, SAWItem
@@ -28,17 +28,8 @@ class DemonstrationSource:
     """
 
     def __init__(
-        self,
-        task: Task | EpisodicTask,
-        tokenizer: Any,
-        *,
-        batch_size: int,
-        seed: int,
-        system_prompt: str | None = None,
-        images: ImageProcessor | None = None,
+        self, task: Task | EpisodicTask, tokenizer: Any, *, batch_size: int, seed: int, system_prompt: str | None = None
     ) -> None:
-        """`images`: of a model that sees images."""
-        self._images = images
         self._task, self._tokenizer = as_episodic(task), tokenizer
         self._system_prompt = system_prompt or self._task.system_prompt
         self._batch_size, self._seed = batch_size, seed
@@ -59,10 +50,11 @@ class DemonstrationSource:
             )
         dialogues = [messages for episode in episodes for messages in _prompts(episode, self._system_prompt)]
         arguments = [episode[0].chat_template_kwargs or {} for episode in episodes for _ in episode]
-        template = ChatTemplate(self._tokenizer, "" if self._images is None else self._images.marker)
+        images = find_processor(self._tokenizer)
+        template = ChatTemplate(self._tokenizer, "" if images is None else images.marker)
         where = f"a demonstration of {type(self._task).__name__}"
         shown = (
-            expand_images(text, messages, self._images, where) if find_message_digests(messages) else text
+            expand_images(self._tokenizer, text, messages, where) if find_message_digests(messages) else text
             for text, messages in zip(template.render_all(dialogues, arguments), dialogues, strict=True)
         )
         texts = [[(next(shown), turn.action) for turn in episode] for episode in episodes]
@@ -72,7 +64,7 @@ class DemonstrationSource:
         first, items, seen = self._batches * self._batch_size, [], iter(dialogues)
         for number, episode_texts in enumerate(texts, first):
             turns = [(begin_prompt(self._tokenizer, ids[prompt]), [*ids[action], *end]) for prompt, action in episode_texts]
-            spans = [find_images(prompt, next(seen), self._images) for prompt, _ in turns]
+            spans = [find_images(self._tokenizer, prompt, next(seen)) for prompt, _ in turns]
             items += _items(f"demonstration {number}", turns, spans)
         return items, len(episodes)
 
@@ -85,7 +77,6 @@ class DemonstrationSource:
 
 
 def _prompts(episode: Sequence[Turn], system_prompt: str | None) -> list[list[Message]]:
-    """The messages of the prompt of each turn."""
     messages, prompts = list[Message](), list[list[Message]]()
     for turn in episode:
         if prompts:
@@ -142,7 +133,6 @@ def prompt_text(tokenizer: Any, question: str, system_prompt: str | None) -> str
 
 
 def _opening(turn: Turn, system_prompt: str | None) -> list[Message]:
-    """The messages before the first action, as in the context of rollouts."""
     context = GivenDialog(system_prompt)
     messages = {} if turn.messages is None else {"messages": intern_messages(turn.messages, current_store())}
     context.on_env_reset(intern_observation(turn.observation, current_store()), messages)

@@ -12,7 +12,7 @@ twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -54,15 +54,6 @@ def draw_picture(name: str) -> NDArray[np.uint8]:
     return picture
 
 
-def cover_rows(picture: NDArray[np.uint8], seen: Collection[str]) -> NDArray[np.uint8]:
-    """The picture without the rows that were not seen."""
-    covered = picture.copy()
-    for number, row in enumerate(ROWS):
-        if row not in seen:
-            covered[number * CELL : (number + 1) * CELL] = COVER
-    return covered
-
-
 def show_problem(problem: Mapping[str, Any]) -> list[Any]:
     """The picture and the question."""
     return [draw_picture(problem["id"]), problem["question"]]
@@ -97,7 +88,10 @@ class LooksEnv(ShapesEnv):
             return outcome
         self._looks.append(action[:1])
         picture, question = show_problem(self.sample)
-        shown: Any = [cover_rows(picture, self._looks), question if len(self._looks) == len(ROWS) else LOOK]
+        for number, row in enumerate(ROWS):
+            if row not in self._looks:
+                picture[number * CELL : (number + 1) * CELL] = COVER
+        shown: Any = [picture, question if len(self._looks) == len(ROWS) else LOOK]
         return StepOutcome(obs=shown, reward=0.0, truncated=False, terminated=False, info={})
 
 
@@ -144,20 +138,16 @@ class Shapes(EpisodicTask):
         return LooksEnv(episode) if self.looks else ShapesEnv(episode)
 
     def _demonstrate(self, problem: Problem, rng: Random) -> list[Turn]:
-        """The teacher's turns."""
         looks = [] if not self.looks else rng.sample(ROWS, 3) if rng.random() < self.right else rng.choices(ROWS, k=3)
         env, turns = self.make_env(problem), list[Turn]()
         observation, _ = env.env_reset()
-        for action in [*looks, self._answer(problem["answer"], rng)]:
+        count, colour = int(problem["answer"][0]), problem["answer"][1]
+        if rng.random() >= self.right:
+            count = rng.choice([near for near in (count - 1, count + 1) if 1 <= near <= MOST])
+        for action in [*looks, f"{count}{colour}"]:
             turns.append(Turn(observation, action))
             observation = env.env_step(action).obs
         return turns
-
-    def _answer(self, answer: str, rng: Random) -> str:
-        count, colour = int(answer[0]), answer[1]
-        if rng.random() >= self.right:
-            count = rng.choice([near for near in (count - 1, count + 1) if 1 <= near <= MOST])
-        return f"{count}{colour}"
 
     @cached_property
     def _heldout(self) -> dict[str, Problem]:

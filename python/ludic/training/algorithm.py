@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
+from ludic.models.context_parallel import ModelRow
 from ludic.models.heads import captured_head, find_padding, select_scores
 from ludic.models.images.rows import IMAGES, RowImages
 from ludic.models.output_layer import OutputLayer
@@ -21,7 +22,7 @@ from ludic.models.sharding import gather_tensor, is_sharded, unshard
 from ludic.models.wrappers import find_text_config, is_classifier, unwrap_transformer
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss as Loss, adapted_loss, loss_name, scaled_loss
-from ludic.training.loss.batch import Batch as Batch, BatchTotals, Correction, Stats
+from ludic.training.loss.batch import CANDIDATES, Batch as Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import sum_mismatch, sum_reference
 from ludic.training.loss.token_scores import TOKEN_SCORES, LogitScores, TokenScores
@@ -156,8 +157,16 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     classifier, the scores [B, 1] of the samples.
 
     A transformers model is called with `use_cache=False`: with a key-value cache it would not
-    separate the sequences.
+    separate the sequences. The ranks of `batch["context"]` compute the row together, and join it.
     """
+    row = ModelRow.of(batch)
+    logits = _forward_own(model, row)
+    return logits if row.part is None or logits.ndim == 2 else row.join(logits)
+
+
+def _forward_own(model: nn.Module, row: ModelRow) -> Tensor:
+    """`forward_logits` of the tokens that this rank computes: [1, w, V] of its slice of a row."""
+    batch, part = row.batch, row.part
     has_cache_setting = hasattr(find_text_config(model), "use_cache")
     keywords: dict[str, Any] = {"use_cache": False} if has_cache_setting else {}
     trees: PrefixTrees | None = batch.get(PREFIX_TREES)
@@ -176,10 +185,13 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     if images is not None:
         keywords |= images.keywords(model, batch)
     ids = batch["input_ids"] if trees is None else trees.input_ids
+    if part is not None:
+        ids, keywords["position_ids"], keywords["row_slice"] = part.cut(ids), part.cut(keywords["position_ids"]), part
     if "cu_seqlens" in batch and is_classifier(unwrap_transformer(model)):
         with captured_head(model) as seen:
             pooled: Tensor = model(input_ids=ids, **keywords).logits
-        scores = select_scores(seen[-1][1], batch, find_padding(model))
+        own = seen[-1][1]
+        scores = select_scores(own if part is None else part.join(own), batch, find_padding(model))
         return scores + 0.0 * pooled.sum()  # wrappers begin the backward pass at the model's own output
     output = model(input_ids=ids, **keywords)
     logits: Tensor = output.logits if hasattr(output, "logits") else output
@@ -192,15 +204,24 @@ def forward_batch(
     """`forward_logits` and the batch; `with_hidden` adds to it `hidden`, the inputs of the output
     layer, with gradient. No other layer's states are kept. `skip_logits`: the output layer computes
     nothing, and the logits are empty; for `with_hidden` alone."""
+    row = ModelRow.of(batch)
+    logits, batch = _forward_batch(model, row, batch, with_hidden=with_hidden, skip_logits=skip_logits)
+    return logits if row.part is None or logits.ndim == 2 or skip_logits else row.join(logits), batch
+
+
+def _forward_batch(
+    model: nn.Module, row: ModelRow, batch: Batch, *, with_hidden: bool, skip_logits: bool = False
+) -> tuple[Tensor, Batch]:
+    """`forward_batch` with the logits of this rank alone."""
     if not with_hidden:
-        return forward_logits(model, batch), batch
+        return _forward_own(model, row), batch
     inner = unwrap_transformer(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
         raise ConfigError(f"a loss reads hidden states, and {type(inner).__name__} has no output layer (get_output_embeddings)")
     with OutputLayer(head).captured_inputs(skip=skip_logits) as seen:
-        logits = forward_logits(model, batch)
-    return logits, {**batch, "hidden": _by_token(seen[0], batch)}
+        logits = _forward_own(model, row)
+    return logits, {**batch, "hidden": row.by_token(seen[0])}
 
 
 def forward_for_loss(
@@ -208,19 +229,21 @@ def forward_for_loss(
 ) -> tuple[Tensor, Batch]:
     """`forward_scores` with `chunked_logits`, otherwise `forward_batch`. Logits of prefix trees do
     not belong to the samples' tokens: the batch then has `token_scores` made of them, in float32
-    unless not `wide`."""
+    unless not `wide`. So have batches that several ranks compute, if the loss reads no logits."""
     if chunked_logits:
         return forward_scores(model, batch, loss, temperature=temperature)
-    logits, batch = forward_batch(model, batch, with_hidden=loss.reads_hidden)
-    trees: PrefixTrees | None = batch.get(PREFIX_TREES)
-    if trees is None or logits.ndim == 2:  # scores belong to the samples
+    row = ModelRow.of(batch)
+    logits, batch = _forward_batch(model, row, batch, with_hidden=loss.reads_hidden)
+    if (row.part is None and row.places is None) or logits.ndim == 2:  # scores belong to the samples
         return logits, batch
-    if logits.shape[-1] == 1:  # a critic's values belong to the tokens
-        return logits.index_select(1, trees.places), batch
+    # A critic's values belong to the tokens.
+    if logits.shape[-1] == 1 or (row.part is not None and (CANDIDATES in batch or not loss.reads_shared_only)):
+        return row.by_token(logits), batch
     scores = LogitScores(
         logits,
         batch["input_ids"],
-        trees.places,
+        row.places,
+        part=row.part,
         mask=batch["action_mask"] if loss.reads_actions_only else None,
         temperature=temperature,
         with_entropy=loss.reads_entropy,
@@ -229,23 +252,16 @@ def forward_for_loss(
     return scores.placeholder, {**batch, TOKEN_SCORES: scores}
 
 
-def _by_token(hidden: Tensor, batch: Batch) -> Tensor:
-    """Hidden states in the layout of `input_ids`: of prefix trees [1, U, D], [1, S, D]."""
-    trees: PrefixTrees | None = batch.get(PREFIX_TREES)
-    return hidden if trees is None else hidden.index_select(1, trees.places)
-
-
 def forward_scores(model: nn.Module, batch: Batch, loss: Loss | None = None, *, temperature: float = 1.0) -> tuple[Tensor, Batch]:
     """Run the model without its output layer. Returns nan in place of the logits, and the batch
     with `token_scores`, from which a `SharedContext` computes what `loss` reads; without a loss,
     the log-probabilities of all tokens."""
-    layer = OutputLayer.of(model)
+    layer, row = OutputLayer.of(model), ModelRow.of(batch)
     sharded = is_sharded(model)
     with layer.captured_inputs(skip=True) as seen:
-        empty = forward_logits(model, batch)
+        empty = _forward_own(model, row)
     if sharded:
         unshard(model, layer.module)
-    trees: PrefixTrees | None = batch.get(PREFIX_TREES)
     states = gather_tensor(seen[0])
     scores = TokenScores(
         states,
@@ -254,10 +270,11 @@ def forward_scores(model: nn.Module, batch: Batch, loss: Loss | None = None, *, 
         mask=batch["action_mask"] if loss is not None and loss.reads_actions_only else None,
         temperature=temperature,
         with_entropy=loss is not None and loss.reads_entropy,
-        places=None if trees is None else trees.places,
+        places=row.places,
+        part=row.part,
         anchor=empty if sharded else None,
     )
-    hidden = {"hidden": _by_token(states, batch)} if loss is not None and loss.reads_hidden else {}
+    hidden = {"hidden": row.by_token(states)} if loss is not None and loss.reads_hidden else {}
     return scores.placeholder, {**batch, TOKEN_SCORES: scores, **hidden}
 
 

@@ -272,7 +272,6 @@ class CheckpointManager:
             clear_unfinished_files(folder)
 
     def _folders(self) -> list[Path]:
-        """Return the checkpoint folders, sorted by step."""
         folders = [path for path in self.root.iterdir() if path.is_dir() and STEP_NAME.fullmatch(path.name)]
         return sorted(folders, key=parse_step)
 

@@ -72,7 +72,10 @@ def config_dataclass(cls: C) -> C:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in signature.parameters:
-                raise ConfigError(_describe_unknown_name(type(self).__name__, name, list(signature.parameters)[1:]))
+                known = list(signature.parameters)[1:]
+                removed = f": {_REMOVED_SETTINGS[name]}" if name in _REMOVED_SETTINGS else ""
+                remedy = removed or did_you_mean(name, known, "it has " + ", ".join(known))
+                raise ConfigError(f"{type(self).__name__} has no {name}{remedy}")
         arguments = dict(signature.bind_partial(self, *args, **kwargs).arguments)
         rate = arguments.get("learning_rate")
         if rate is not None and arguments.get("lr", rate) != rate:
@@ -87,12 +90,6 @@ def config_dataclass(cls: C) -> C:
     return cast(C, decorated)
 
 
-def _describe_unknown_name(owner: str, name: str, names: list[str]) -> str:
-    if name in _REMOVED_SETTINGS:
-        return f"{owner} has no {name}: {_REMOVED_SETTINGS[name]}"
-    return f"{owner} has no {name}{did_you_mean(name, names, 'it has ' + ', '.join(names))}"
-
-
 @config_dataclass
 class TrainerConfig:
     """Settings of `Trainer`.
@@ -105,6 +102,10 @@ class TrainerConfig:
     is not moved. `auto` in the settings of a run: the default, on the machine that trains."""
     runtime_device: str | None = None
     """Device that published weights are moved to; None leaves them on `model_device`."""
+    offload: bool | None = None
+    """Move weights, optimizer, critic and reference to host memory while batches are sampled, so
+    that a server on the same device has its memory. None means False, and in a run with
+    `inference.colocate` True."""
     optimizer: str = "adamw"
     """adamw, muon, adafactor, adamw8bit (of bitsandbytes, the extra `qlora`), or your own, as
     `module:factory`. The factory gets the trained parameters, a list of (name, parameter), and
@@ -225,6 +226,16 @@ class TrainerConfig:
     separate rows. It needs a transformers model with sdpa that keeps the branches apart, and a loss
     with `reads_shared_only` and `reads_actions_only`, or for a reward model `reads_scores_only`;
     otherwise one line says why not. tree: always, and a warning says why not. off: never."""
+    replay_routing: bool = False
+    """Of a mixture of experts: the policy's passes take the experts that the sampler chose, which
+    samples bring with them (`LocalChatClient(keep_routes=True)`), and compute the gates themselves
+    (R3, Ma et al. 2025). A token without recorded ones has the router's own choice. A reference, a
+    teacher and a critic route as they do."""
+    router_aux_coef: float = 0.0
+    """Times this, the load-balancing loss of a mixture of experts is added to the loss, as the
+    model's own class defines it (Fedus et al. 2022), over all tokens of the mini-batch
+    (docs/training.md). Above 0, mini-batches of several micro-batches take one more forward
+    pass."""
     seed: int = 0
     """Seed of the order of samples in mini-batches."""
     learning_rate: InitVar[float | None] = None
@@ -233,8 +244,11 @@ class TrainerConfig:
     def __post_init__(self, learning_rate: float | None) -> None:
         if learning_rate is not None:
             self.lr = learning_rate
-        if hasattr(self.pad_token_id, "pad_token_id"):
-            self.pad_token_id = _read_pad_token(self.pad_token_id)
+        tokenizer: Any = self.pad_token_id
+        if hasattr(tokenizer, "pad_token_id"):  # padding is masked, so an end token is as good
+            self.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+            if self.pad_token_id is None:
+                raise ConfigError("the tokenizer has neither a padding token nor an end token; pass an id as pad_token_id")
         if len(self.betas) == 2:
             self.betas = (self.betas[0], self.betas[1])
         self.validate()
@@ -274,7 +288,7 @@ class TrainerConfig:
             self._check(name, choices=choices)
         if ":" not in self.optimizer:
             self._check("optimizer", "or module:factory, your own", choices=OPTIMIZERS)
-        for name in ("lr", "weight_decay"):
+        for name in ("lr", "weight_decay", "router_aux_coef"):
             self._check(name, least=0, below=math.inf)
         self._check("eps", above=0, below=math.inf)
         if len(self.betas) != 2:
@@ -304,12 +318,3 @@ def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
     """Raise `BudgetError` unless a sample of `max_seq_len` tokens fits into the budget."""
     if micro_token_budget < max_seq_len:
         raise BudgetError(f"micro_token_budget ({micro_token_budget}) must be >= max_seq_len ({max_seq_len}); raise the budget")
-
-
-def _read_pad_token(tokenizer: Any) -> int:
-    """Return the id of the padding token, or else of the end token: padding is masked, so either
-    works."""
-    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if pad_token_id is None:
-        raise ConfigError("the tokenizer has neither a padding token nor an end token; pass an id as pad_token_id")
-    return int(pad_token_id)

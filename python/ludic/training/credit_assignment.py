@@ -310,11 +310,11 @@ def check_group_size(group_size: int) -> None:
 
 
 CombineMode = Literal["replace", "add", "multiply", "weighted", "bonus"]
-"""How a score is combined with a base, which is a reward or a weight; see `combine_score`."""
+"""How a score is combined with a base, which is a reward or a weight; see `score_coefficients`."""
 
 
-def combine_score(mode: CombineMode, base: float, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> float:
-    """Combine a base and a score:
+def score_coefficients(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
+    """Return (scale, offset): a base and a score are combined to scale * base + offset.
 
     - `replace`: score
     - `add`: base + score
@@ -322,12 +322,6 @@ def combine_score(mode: CombineMode, base: float, score: float, *, rm_coeff: flo
     - `weighted`: alpha * base + (1 - alpha) * score
     - `bonus`: base + rm_coeff * score
     """
-    scale, offset = score_coefficients(mode, score, rm_coeff=rm_coeff, alpha=alpha)
-    return scale * base + offset
-
-
-def score_coefficients(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
-    """Return (scale, offset) such that `combine_score` is scale * base + offset."""
     check_value("mode", mode, choices=get_args(CombineMode))
     match mode:
         case "replace":

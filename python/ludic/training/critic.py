@@ -112,7 +112,7 @@ class Critic:
         lr = settings.lr
         if lr is None:  # AdamW moves a value by lr times the sum of |inputs|, which grows with their number
             lr = 1 / critic.head.in_features if isinstance(critic, ValueHead) else cfg.lr
-        self.cfg = replace(cfg, lr=lr, logits="full")
+        self.cfg = replace(cfg, lr=lr, logits="full", replay_routing=False, router_aux_coef=0.0)
         algorithm = RLAlgorithm("critic", PerStepReward(), ValueLoss(settings.value_clip))
         self.in_thread = False
         """Whether it computes in a thread: batches are generated meanwhile, which need the event
@@ -217,13 +217,11 @@ class Critic:
         }
 
     async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
-        """The result of `operation`."""
         future = await asyncio.to_thread(operation) if self.in_thread else operation()
         return await future.result()
 
 
 def _check_critic(model: nn.Module, policy: nn.Module) -> None:
-    """Raise ConfigError for a critic that does not fit."""
     inner, name = unwrap_transformer(model), type(unwrap_transformer(model)).__name__
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     outputs = getattr(head, "out_features", None)

@@ -4,8 +4,9 @@ the policy's own samples; a teacher behind a server."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -95,34 +96,25 @@ class Teachers:
 
     computes_trees = False
 
-    def divide(self, items: Sequence[SAWItem]) -> Iterator[tuple[Teacher, NDArray[np.int64]]]:
-        """Each teacher with the rows of its samples. Raises DataError for a sample without one."""
-        names = [self._name(item) for item in items]
-        for name, teacher in self.by_name.items():
-            found = teacher if isinstance(teacher, Teacher) else Teacher(teacher)
-            yield found, np.flatnonzero(np.array([each == name for each in names], dtype=bool))
-
-    def _name(self, item: SAWItem) -> str:
-        if self.column is None:
-            return next(iter(self.by_name))
-        name = (item.meta.get("row") or item.meta).get(self.column)
-        if name not in self.by_name:
-            known = ", ".join(self.by_name)
-            raise DataError(f"{item.meta.get('rollout_id')} has {self.column} {name!r}; name one of the teachers {known}")
-        return str(name)
-
-
-def show_prompts(items: Sequence[SAWItem], rows: Iterable[int], teacher: Teacher, max_seq_len: int) -> list[SAWItem]:
-    """The samples, those at `rows` with the teacher's prompt. Raises DataError for one that is then
-    too long."""
-    shown, prompt = list(items), teacher.prompt
-    for row in rows if prompt is not None else ():
-        assert prompt is not None
-        shown[row] = with_prompt(items[row], list(prompt(items[row])))
-        if (length := len(shown[row].input_ids)) > max_seq_len:
-            name = items[row].meta.get("rollout_id")
-            raise DataError(f"{name} has {length} tokens with the teacher's prompt; max_seq_len ({max_seq_len}) must be as long")
-    return shown
+    def divide(self, items: Sequence[SAWItem], max_seq_len: int) -> Iterator[tuple[Teacher, list[int], list[SAWItem]]]:
+        """Each teacher with the rows of its samples, and all samples, of which these have its
+        prompt. Raises DataError for a sample without a teacher, and for one that is then too
+        long."""
+        only = next(iter(self.by_name))
+        names = [only if self.column is None else (item.meta.get("row") or item.meta).get(self.column) for item in items]
+        for item, name in zip(items, names, strict=True):
+            if name not in self.by_name:
+                rule = f"name one of the teachers {', '.join(self.by_name)}"
+                raise DataError(f"{item.meta.get('rollout_id')} has {self.column} {name!r}; {rule}")
+        for known, given in self.by_name.items():
+            teacher = given if isinstance(given, Teacher) else Teacher(given)
+            rows, shown = [row for row, name in enumerate(names) if name == known], list(items)
+            for row in rows if teacher.prompt is not None else ():
+                shown[row] = with_prompt(items[row], list(teacher.prompt(items[row])))  # type: ignore[misc]
+                if (length := len(shown[row].input_ids)) > max_seq_len:
+                    rule = f"max_seq_len ({max_seq_len}) must be as long"
+                    raise DataError(f"{items[row].meta.get('rollout_id')} has {length} tokens with the teacher's prompt; {rule}")
+            yield teacher, rows, shown
 
 
 class TeacherServer:
@@ -155,19 +147,18 @@ class TeacherServer:
         if CANDIDATES in tensors:
             raise DataError("a server scores the whole vocabulary, not candidates; leave rollout.keep_candidates out")
         ids, acts = tensors["input_ids"], tensors["action_mask"] != 0
-        bounds = tensors["cu_seqlens"].tolist() if "cu_seqlens" in tensors else None
-        starts = [(row, 0) for row in range(len(ids))] if bounds is None else [(0, start) for start in bounds[:-1]]
-        ends = [ids.shape[1]] * len(ids) if bounds is None else bounds[1:]
+        ends = tensors["cu_seqlens"][1:].tolist() if "cu_seqlens" in tensors else [ids.shape[1]]
+        rows: dict[tuple[int, int, int], list[int]] = {}
+        """(row, first predicted token, end) -> the ids, with the token before these."""
+        for row, (start, end) in product(range(len(ids)), pairwise([0, *ends])):
+            actions = acts[row, start + 1 : end].nonzero()
+            if len(actions):  # a row without actions stands for no sample
+                last = start + 1 + int(actions.max())
+                rows[row, start + 1, last + 1] = ids[row, start : last + 1].tolist()
+        scored = self._run(self._client.score(list(rows.values()))) if rows else []
         column = torch.zeros_like(ids, dtype=torch.float32)
-        places, rows = [], []
-        for (row, start), end in zip(starts, ends, strict=True):
-            length = int(acts[row, start:end].nonzero().max()) + 1 if bool(acts[row, start:end].any()) else 0
-            if length > 1:  # a row without actions stands for no sample
-                places.append((row, start + 1, start + length))
-                rows.append(ids[row, start : start + length].tolist())
-        scored = self._run(self._client.score(rows)) if rows else []
-        for (row, first, last), logps in zip(places, scored, strict=True):
-            column[row, first:last] = torch.tensor(logps, dtype=torch.float32)
+        for (row, first, end), logps in zip(rows, scored, strict=True):
+            column[row, first:end] = torch.tensor(logps, dtype=torch.float32)
         return SharedContext(ids, {**tensors, "teacher_logps": column}).read_logps("teacher_logps")
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:

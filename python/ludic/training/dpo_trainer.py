@@ -36,9 +36,10 @@ from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.loss.dpo import DPOLoss
 from ludic.training.loss.kto import KTOLoss
-from ludic.training.preparation import Prepared, own_forward, score_rows
+from ludic.training.preparation import Prepared
 from ludic.training.reference import PrecomputedReference, computes_trees, item_key
 from ludic.training.rm_config import DPOTrainerConfig as DPOTrainerConfig
+from ludic.training.scoring import own_forward, score_rows
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
 from ludic.types import cut_spans

@@ -17,8 +17,8 @@ samples, and each token keeps its value in any layout:
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,24 +28,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.errors import DataError, DataKeyError
-from ludic.event_loop import await_if_needed
 from ludic.training import ranks
-from ludic.training.backend.forward import forward_action_logprobs
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.packing import MicroBatch, Rows
+from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.token_columns import refuse_columns
-from ludic.training.batching.tree_batches import TreeMiniBatch
-from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import group_key
 from ludic.training.info_seed.seed_tags import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.state import TrainerState
-from ludic.training.loss.actions import split_actions
 from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.batch import LOG_RATIO_BOUND
 from ludic.training.loss.context import SAMPLE_LOGPS
-from ludic.training.reference import computes_trees, exchange_rows
-from ludic.training.types import TOKEN_WEIGHT, BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
+from ludic.training.reference import computes_trees
+from ludic.training.scoring import add_token_column, own_forward, reference_forward, score_rows
+from ludic.training.types import TOKEN_WEIGHT, BatchCredit, CandidateGroups, Candidates, SAWItem, Weighed
 from ludic.types import stored
 
 if TYPE_CHECKING:
@@ -183,7 +178,8 @@ def _gather_log_ratios(run: TrainerState, macro: MacroBatch) -> Tensor:
     ratios = torch.cat([torch.zeros(0), *(own[row].float().cpu() - sampled[row].cpu() for row in sampled)])
     if macro.share is not None:
         return ratios
-    return torch.tensor([ratio for each in ranks.gather_json(ratios.tolist(), run.cfg.model_device) for ratio in each])
+    everyone = torch.cat(ranks.gather_padded(ratios.to(run.cfg.model_device), math.nan)).cpu()
+    return everyone[~everyone.isnan()]
 
 
 async def _rescore(run: TrainerState, macro: MacroBatch, rescores: Callable[[SAWItem], bool]) -> MacroBatch:
@@ -227,36 +223,20 @@ async def _score_reference(run: TrainerState, macro: MacroBatch) -> dict[int, Te
         if isinstance(reference, Teachers):
             return await _ask_teachers(run, macro, reference)
     rows = np.arange(len(macro.items))
-    return await score_rows(macro, rows, run.cfg, _forward_of(run, reference), trees=computes_trees(reference))
+    return await score_rows(macro, rows, run.cfg, reference_forward(run, reference), trees=computes_trees(reference))
 
 
 async def _ask_teachers(run: TrainerState, macro: MacroBatch, teachers: Teachers) -> dict[int, Tensor]:
     """The log-probabilities of each sample's teacher. All ranks ask each in turn."""
-    from ludic.training.distillation import show_prompts
-
     logps: dict[int, Tensor] = {}
     with ranks.agree("choosing the teachers of a batch"):
-        parts = list(teachers.divide(macro.items))
-        shown = [show_prompts(macro.items, rows, teacher, run.cfg.max_seq_len) for teacher, rows in parts]
-    for (teacher, rows), items in zip(parts, shown, strict=True):
-        forward = own_forward(run) if teacher.policy is None else _forward_of(run, teacher.policy)
+        parts = list(teachers.divide(macro.items, run.cfg.max_seq_len))
+    for teacher, rows, items in parts:
+        forward = own_forward(run) if teacher.policy is None else reference_forward(run, teacher.policy)
         seen = macro if teacher.prompt is None else replace(MacroBatch.ingest(items, run.cfg.max_seq_len), share=macro.share)
-        scored = await score_rows(seen, rows, run.cfg, forward)
-        logps |= {int(row): scored[int(row)] for row in rows}
+        scored = await score_rows(seen, np.array(rows, dtype=np.int64), run.cfg, forward)
+        logps |= {row: scored[row] for row in rows}
     return logps
-
-
-def _forward_of(run: TrainerState, reference: ReferencePolicy) -> ForwardLogps:
-    """Scores micro-batches with a reference."""
-
-    async def forward(micro_batch: MicroBatch) -> Tensor:
-        # In a thread if batches are generated meanwhile, which need the event loop.
-        overlaps = run.source.overlaps
-        scored = await asyncio.to_thread(reference.logps, micro_batch) if overlaps else reference.logps(micro_batch)
-        logps: Tensor = await await_if_needed(scored)
-        return logps
-
-    return forward
 
 
 def _weigh(run: TrainerState, credit: BatchCredit, macro: MacroBatch) -> Weighed:
@@ -298,54 +278,6 @@ async def _log_tokens(run: TrainerState, macro: MacroBatch, number: int) -> None
     with ranks.agree("logging the tokens of a batch"):
         if ranks.rank() == 0:
             run.token_log.write(macro, logps)
-
-
-def own_forward(run: TrainerState) -> ForwardLogps:
-    """Scores micro-batches with the weights as they are."""
-
-    async def forward(micro_batch: MicroBatch) -> Tensor:
-        return await run.compute(lambda backend: forward_action_logprobs(backend, micro_batch))
-
-    return forward
-
-
-ForwardLogps = Callable[[MicroBatch], Awaitable[Tensor]]
-"""Returns [B, T - 1] log-probabilities of a micro-batch."""
-
-
-async def add_token_column(
-    batch: MacroBatch, name: str, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool, trees: bool
-) -> MacroBatch:
-    """The batch with the token column `name`: what `forward` computes for every sample, or with
-    `skip_zero_weight` for samples whose weight is not 0."""
-    rows = np.arange(len(batch.items))
-    scored = await score_rows(batch, rows, cfg, forward, skip_zero_weight=skip_zero_weight, trees=trees)
-    return replace(batch, token_columns={**batch.token_columns, name: scored})
-
-
-async def score_rows(
-    batch: MacroBatch,
-    rows: Rows,
-    cfg: TrainerConfig,
-    forward: ForwardLogps,
-    *,
-    skip_zero_weight: bool = False,
-    trees: bool = False,
-    width: tuple[int, ...] = (),
-) -> dict[int, Tensor]:
-    """Row -> [A] what `forward` computes for the samples at `rows`; with `trees` it may get rows of
-    prefix trees. With a `width`, `forward` returns [B, T - 1, *width]. All ranks call it. Of a
-    batch that all ranks have, the result has every row, and zeros for those that were not
-    computed."""
-    whole = (TreeMiniBatch if trees else MiniBatch)(batch, rows, cfg, skip_zero_weight=skip_zero_weight)
-    logps_by_row: dict[int, Tensor] = {}
-    for index, micro_batch in enumerate(whole):
-        values = split_actions(await forward(micro_batch), micro_batch.tensors)
-        # Padding rows belong to no sample.
-        logps_by_row.update(zip(map(int, whole.micro_batch_rows(index)), values, strict=False))
-    if batch.share is not None:
-        logps_by_row = exchange_rows(logps_by_row, batch, cfg.model_device, width)
-    return logps_by_row
 
 
 def candidates_of(macro: MacroBatch) -> Candidates:

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from ludic.models.wrappers import has_adapters, unwrap_model
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.backend.forward import ModelPasses, forward_action_logprobs
+from ludic.training.backend.offload import Offload
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend, with_defaults
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import MicroBatch
@@ -50,7 +50,7 @@ from ludic.training.loss.actions import split_actions
 from ludic.training.loss.base import adapted_loss
 from ludic.training.loss.batch import CANDIDATES, Batch, num_rows
 from ludic.training.loss.context import SharedContext
-from ludic.training.preflight.layouts import explain_rows
+from ludic.training.preflight.layouts import explain_rows, require_slices
 from ludic.training.types import ReferencePolicy as ReferencePolicy, SAWItem
 from ludic.types import ImageSpan, cut_spans
 
@@ -83,9 +83,17 @@ class FrozenModel:
     def _freeze(self, model: nn.Module, cfg: TrainerConfig) -> None:
         model.requires_grad_(requires_grad=False)
         self.model = model.eval().to(cfg.model_device)
-        self._passes = ModelPasses(self.model, cfg)
+        self._passes = ModelPasses(self.model, replace(cfg, replay_routing=False))
+        require_slices(self.model, cfg)
         self.flops = self._passes.flops
         """Counts the FLOPs of its passes."""
+
+    def offload(self) -> TrainFuture[None]:
+        """As `TrainingBackend.offload`."""
+        return TrainFuture.of("offload", Offload([self.model]).to_host)
+
+    def reload(self) -> TrainFuture[None]:
+        return TrainFuture.of("reload", lambda: Offload([self.model]).to_device(self._passes.cfg.model_device))
 
     @property
     def computes_trees(self) -> bool:
@@ -387,6 +395,5 @@ def exchange_rows(
     column = torch.zeros(sum(counts), *width, device=device)
     for row, logps in own.items():
         column[ends[row] - counts[row] : ends[row]] = logps.to(column)
-    if ranks.is_distributed():
-        dist.all_reduce(column)
+    ranks.add_over_ranks(column)
     return dict(enumerate(column.split(counts)))

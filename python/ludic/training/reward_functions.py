@@ -324,7 +324,9 @@ class RewardFunctions:
         arguments: dict[str, Any] = {name: [_read_info(entry.rollout, name) for entry in inputs] for name in named}
         arguments |= {name: [row.get(name) for row in rows] for name in names}
         if "images" in names and "images" in inspect.signature(function).parameters:
-            arguments["images"] = [_open_images(row.get("images") or ()) for row in rows]
+            store = current_store()
+            listed = [row.get("images") or () for row in rows]
+            arguments["images"] = [Changed(uris, lambda _, uri: store.open(uri.removeprefix(URI))) for uris in listed]
         arguments |= {
             "prompts": [entry.row["prompt"] for entry in inputs],
             "completions": [entry.completion for entry in inputs],
@@ -369,12 +371,6 @@ class RewardFunctions:
         return None
 
 
-def _open_images(uris: Sequence[str]) -> Sequence[Any]:
-    """The images of a row, each opened when it is read."""
-    store = current_store()
-    return Changed(uris, lambda _, uri: store.open(uri.removeprefix(URI)))
-
-
 def _read_info(rollout: Rollout, name: str) -> Any:
     """A keyword of `NAMED`, from the info of the steps."""
     if name == "verified":
@@ -397,8 +393,6 @@ class _Log:
 
 
 class _FunctionInput:
-    """A rollout in the format of reward functions."""
-
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
         self.row = find_row(rollout)

@@ -146,7 +146,8 @@ class RewardModelScorer:
 
     def _model_inputs(self, rollout: Rollout) -> list[Scored]:
         has_images = any(step.trace is not None and step.trace.images for step in rollout.steps)
-        if self.render_fn is None and has_images and not self._reads_images():
+        reads_images = not self.use_chat_template and bool(getattr(self.client, "reads_images", False)) and self._reads_ids()
+        if self.render_fn is None and has_images and not reads_images:
             raise DataError(
                 f"rollout {rollout.id} has images, which a reward model that is sent text does not see; set render_fn"
             )
@@ -175,9 +176,6 @@ class RewardModelScorer:
             return _as_input(trace, (*read_list(trace, "prompt_token_ids"), *read_list(trace, "completion_token_ids")))
         return "\n".join(text for step in rollout.steps for text in (show_content(step.prev_obs), step.action))
 
-    def _reads_images(self) -> bool:
-        return not self.use_chat_template and bool(getattr(self.client, "reads_images", False)) and self._reads_ids()
-
     def _reads_ids(self) -> bool:
         if self._takes_ids is None:
             reads_ids_of = getattr(self.client, "reads_ids_of", None)
@@ -192,11 +190,11 @@ class RewardModelReward:
     """Uses the score as the reward, so that group-relative credit compares scores. A scorer for
     `RolloutEngine`.
 
-    The return becomes `combine_score(mode, return, score)`: every step's reward is scaled, and the
-    offset is added to the last step. `before` is a scorer that runs first, such as
+    The return and the score are combined (`score_coefficients`): every step's reward is scaled, and
+    the offset is added to the last step. `before` is a scorer that runs first, such as
     `RewardFunctions`; its rewards are part of the return that is combined. The info of the last
     step has both parts: `rewards/task` and `rewards/reward_model`. With `scorer.step_end`, parts of
-    the offset have places, for `ProcessReward`. Those of `before` keep theirs if the scale is 1.
+    the offset have places, for `ProcessReward`. The rewards of `before` keep theirs at scale 1.
 
     `unfinished_penalty` is subtracted from the score of a rollout with a last answer that reached
     the token limit. A reward model is trained on finished answers, and its scores of other answers

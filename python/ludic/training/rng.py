@@ -17,11 +17,8 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def seed_everything(seed: int, *, threads: int | None = None) -> None:
-    """Seed Python and torch, and set torch's threads: two runs of one recipe draw the same
-    weights, data and samples."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+def seed_everything(seed: int) -> None:
+    """Seed Python and torch: two runs of one recipe draw the same weights, data and samples."""
     random.seed(seed)
     torch.manual_seed(seed)
 

@@ -24,7 +24,7 @@ from ludic.errors import CheckpointError, ConfigError, RequestsExhausted, StopRe
 from ludic.event_loop import EventLoop, await_if_needed
 from ludic.inference.client import as_publisher
 from ludic.models.lora import LoraSettings, apply_lora
-from ludic.models.published import ParamFilter
+from ludic.models.published import ParamFilter, adapters_alone
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.protocol import TrainingBackend, with_defaults
@@ -38,6 +38,7 @@ from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers.protocol import Controller
 from ludic.training.evaluators.protocol import Evaluator, eval_key, runs_on_all_ranks
+from ludic.training.freed_memory import settle_memory
 from ludic.training.loggers.base import TrainingLogger, sync_log
 from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import BestWeights, EarlyStopping
@@ -159,6 +160,8 @@ class Trainer(TrainerState):
         """Whether the publisher lacks the weights of this step."""
         self._has_new_gradient = False
         """Whether a gradient other than 0 was applied since the last push."""
+        self._is_offloaded = False
+        """Whether weights and optimizer are in host memory."""
         self._checkpoint_s = 0.0
         self._time_left, self._rank_times, self._event_loop = TimeLeft(), RankTimes(), EventLoop()
         if resume_from is not None:
@@ -208,7 +211,7 @@ class Trainer(TrainerState):
             self._undo_restore_best()
         if self.profiler is not None:
             self.profiler.check_range(self._step, last)
-        async with self._profiled(), self.callbacks.until_end(last):
+        async with self._settled(), self.callbacks.until_end(last):
             while not await self._is_over(eval_log_fn) and (last is None or self._step < last):
                 try:
                     stats = await self.train_step()
@@ -221,10 +224,11 @@ class Trainer(TrainerState):
                     await await_if_needed(log_fn(stats))
 
     @asynccontextmanager
-    async def _profiled(self) -> AsyncIterator[None]:
-        """Writes the trace of a run that ends before the range of its profiler."""
+    async def _settled(self) -> AsyncIterator[None]:
+        """Around all steps. Writes the trace of a run that ends before the profiler's range."""
         try:
-            yield
+            with settle_memory():
+                yield
         finally:
             if self.profiler is not None:
                 self.profiler.close()
@@ -304,6 +308,7 @@ class Trainer(TrainerState):
 
         # 2. Fetch a macro-batch with samples to train on.
         batch, macro = await self._fetcher.fetch(self._step, timer)
+        await self._take_device(timer)
         await self._check_sampler(macro)
 
         # 3. Score and weigh all its samples, before they are divided.
@@ -387,11 +392,46 @@ class Trainer(TrainerState):
         with preserved_rng():
             await check(self.backend, self.cfg, current)
 
+    async def _take_device(self, timer: PhaseTimer) -> None:
+        """Have the servers free the device, if they share it, and then move the weights there."""
+        publisher = None if self.publisher is None else as_publisher(self.publisher)
+        if publisher is not None and publisher.shares_device:
+            with timer.phase("handover"), ranks.rank_0_alone("freeing the device"):
+                if ranks.rank() == 0:
+                    await await_if_needed(publisher.sleep())
+        if self._is_offloaded:
+            with timer.phase("handover"):
+                await self.reload()
+
+    async def offload(self) -> None:
+        """Move weights, optimizer, critic and reference to host memory, from which they can be
+        published and saved. `train` does so before it publishes, if `cfg.offload`."""
+        if not self._is_offloaded:
+            self._is_offloaded = True
+            with ranks.agree("moving the weights to host memory"):
+                for part in self._list_offloaded():
+                    await part.offload().result()
+
+    async def reload(self) -> None:
+        """Move all that back to the device, before other code computes with it. `train` does so
+        before it trains on a batch."""
+        if self._is_offloaded:
+            with ranks.agree("moving the weights to the device"):
+                for part in self._list_offloaded():
+                    await part.reload().result()
+            self._is_offloaded = False
+
+    def _list_offloaded(self) -> list[Any]:
+        scorers = [self.reference, self.algo.teacher]
+        scorers += [getattr(scorer, "inner", None) for scorer in scorers]  # of a CachedReference
+        backends = [with_defaults(self.backend), *([] if self.critic is None else [self.critic.backend])]
+        return [*backends, *(scorer for scorer in scorers if hasattr(scorer, "reload"))]
+
     @watchdog.watched("publish")
     async def publish(self, timer: PhaseTimer | None = None) -> None:
         """Publish the weights as version `current_step`, on rank 0. A sharded model is gathered
         meanwhile, a part at a time; all ranks call this. A publisher without `needs_weights` is
-        called on all ranks and gets none."""
+        called on all ranks and gets none. With `cfg.offload` the device is left first."""
         if self.publisher is None:
             raise ConfigError("there is no PolicyPublisher to publish with; pass publisher= to Trainer")
         publisher, here = as_publisher(self.publisher), with_defaults(self.backend)
@@ -402,16 +442,22 @@ class Trainer(TrainerState):
             call = partial(publish, weights, version=self._step)  # may be a coroutine function
             await await_if_needed(await asyncio.to_thread(call) if self.source.overlaps else call())
 
-        with (timer or PhaseTimer()).phase("publish"):
+        timer = timer or PhaseTimer()
+        if self.cfg.offload:
+            with timer.phase("handover"):
+                await self.offload()
+        with timer.phase("publish"):
+            takes_adapters = publisher.needs_weights and ranks.ask_rank_0("publishing", lambda: publisher.takes_adapters)
+            chosen = adapters_alone if takes_adapters else self.param_filter
             if not publisher.needs_weights:
                 await push(publisher.publish, {})
             elif here.is_sharded:
-                stream = here.stream_weights(param_filter=self.param_filter)
+                stream = here.stream_weights(param_filter=chosen)
                 with stream.shared():
                     if ranks.rank() == 0:
                         await push(publisher.publish_stream, stream)
             else:
-                weights = await self.backend.export_weights(param_filter=self.param_filter).result()
+                weights = await self.backend.export_weights(param_filter=chosen).result()
                 with ranks.rank_0_alone(f"publishing the weights of step {self._step}"):
                     if ranks.rank() == 0:
                         await push(publisher.publish, weights)
@@ -587,6 +633,10 @@ class Trainer(TrainerState):
     def train_step_sync(self) -> Stats:
         """`train_step` from code that is not a coroutine."""
         return self._event_loop.run(self.train_step(), instead="trainer.train_step()")
+
+    def reload_sync(self) -> None:
+        """`reload` from code that is not a coroutine."""
+        self._event_loop.run(self.reload(), instead="trainer.reload()")
 
     def eval_sync(self, **options: Any) -> dict[str, Any]:
         """`eval` from code that is not a coroutine."""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ludic.errors import DataError, DataTypeError
 from ludic.inference.request import InferenceSpec
-from ludic.types import ImageSpan, Rollout, Step, is_list_of, lists_when_read, stored
+from ludic.types import ImageSpan, Rollout, Routes, Step, is_list_of, lists_when_read, stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,6 +157,9 @@ class SampleAttachments:
     candidates: Sequence[Sequence[int] | NDArray[np.int32]] | None = field(default=None, compare=False)
     """[A] the ids that each action token was sampled among, with its own; none means the whole
     vocabulary. The trained policy is then softmax over them."""
+    routes: Routes | None = None
+    """The experts that the sampler chose, of the first tokens of the sample, the prompt included
+    (`TrainerConfig.replay_routing`)."""
 
     def __post_init__(self) -> None:
         if self.candidates is not None and not isinstance(self.candidates, Sequence):

@@ -120,7 +120,7 @@ def client_that_says(text, monkeypatch, template=TEMPLATE, finish="stop"):
     token."""
     made = LocalChatClient(tiny_model(max_position_embeddings=1024), make_template(template))
 
-    def decode(model, requests, *, eos_ids, pad_id, prefixes):
+    def decode(model, requests, *, eos_ids, pad_id, prefixes, routers):
         ids = [*made.tokenizer(text, add_special_tokens=False)["input_ids"], *([EOS_ID] if finish == "stop" else [])]
         return [Completion(ids, [-0.1] * len(ids), [-0.1] * len(ids), finish) for _ in requests]
 

@@ -11,8 +11,9 @@ from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.servers import pool as server_module
-from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers import server as server_module
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.server import Server
 from ludic.inference.vllm import servers as servers_module
 
 

@@ -11,7 +11,8 @@ from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.server import Server
 
 
 class Clock:

@@ -2,10 +2,13 @@
 what is refused."""
 
 import asyncio
+import base64
+import io
 from itertools import pairwise
 from types import SimpleNamespace
 
 import httpx2
+import numpy as np
 import pytest
 from faulty_server import CUT, HANG
 from stub_vllm import StubVLLM
@@ -598,3 +601,48 @@ def test_a_model_name_can_refer_to_the_current_adapter(server):
 def test_invalid_settings_are_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         VLLMChatClient(connection_timeout_s=0, **settings)
+
+
+def npy(experts):
+    """As vLLM writes routed experts."""
+    with io.BytesIO() as buffer:
+        np.save(buffer, experts)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+def sample_with_experts(answer, **server):
+    """The trace of one continuation of [5, 6, 7] by a server that answers so."""
+    with StubVLLM(**server) as stub:
+        stub.routed_experts = answer
+
+        async def sample():
+            async with VLLMChatClient(urls=[f"http://127.0.0.1:{stub.port}"]) as client:
+                return await client.complete_tokens([5, 6, 7], sampling=SamplingParams(max_tokens=4), seed=1)
+
+        return asyncio.run(sample())
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_of_a_server_are_routes_of_the_trace(dtype):
+    """All tokens but the last, of three layers of two experts."""
+    trace = sample_with_experts(lambda ids: npy(np.arange(6 * (len(ids) - 1), dtype=dtype).reshape(-1, 3, 2)))
+    tokens = 3 + len(trace.completion_token_ids)
+    assert trace.routes.array.tolist() == np.arange(6 * (tokens - 1)).reshape(-1, 3, 2).tolist()
+    assert sample_with_experts(None).routes is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("no base64!", r"cannot be read"),
+        (base64.b64encode(b"no npy").decode(), r"cannot be read"),
+        (npy(np.array([[[{}]]], dtype=object)), r"cannot be read"),
+        (npy(np.zeros((2, 3, 2))), r"uint8 or uint16"),
+        (npy(np.zeros((2, 3), dtype=np.uint8)), r"uint8 or uint16"),
+        (npy(np.zeros((99, 3, 2), dtype=np.uint8)), r"\[99, 3, 2\] for \d tokens"),
+        (npy(np.zeros((0, 3, 2), dtype=np.uint8)), r"\[0, 3, 2\]"),
+    ],
+)
+def test_routed_experts_of_another_form_are_an_error(answer, said):
+    with pytest.raises(InferenceError, match=said):
+        sample_with_experts(lambda ids: answer)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from stub_vllm import StubVLLM
 from stub_vllm_sampling import GENERATE
-from tiny_vision import IMAGE, VIDEO, make_picture, make_tiny_vision
+from tiny_vision import IMAGE, VIDEO, make_picture, make_tiny_vision, make_tokenizer
 
 from ludic.errors import ConfigError, InferenceError, ServerError
 from ludic.images.content import image_part
@@ -53,7 +53,7 @@ def ask(*messages, seed=0, **sampling):
 
 def run(server, processor, scenario, **settings):
     async def whole():
-        given = {"tokenizer": processor.tokenizer, "images": processor, "backoff_s": 0.0, "max_retries": 0, **settings}
+        given = {"tokenizer": processor.tokenizer, "backoff_s": 0.0, "max_retries": 0, **settings}
         async with VLLMChatClient(port=server.port, **given) as client:
             return await scenario(client)
 
@@ -194,7 +194,7 @@ def test_spans_that_are_not_of_the_ids_are_refused(server, processor):
             run(server, processor, scenario(*spans))
     span = ImageSpan(digest, 1, 4)
     with pytest.raises(ConfigError, match="reads text alone"):
-        run(server, processor, scenario(span), images=None)
+        run(server, processor, scenario(span), tokenizer=make_tokenizer())
     with pytest.raises(ConfigError, match="reads text alone"):
-        run(server, processor, scenario(span), images=None, tokenizer=None)
+        run(server, processor, scenario(span), tokenizer=None)
     assert run(server, processor, scenario(span)).prompt_token_ids == ids

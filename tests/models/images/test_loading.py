@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, CLIPConfig, Q
 from ludic.errors import CheckpointError, ConfigError
 from ludic.models.exporting import export_model
 from ludic.models.images.processor import attach_processor, find_processor, require_processor
-from ludic.models.loading import choose_class, load_classifier, load_model, load_processor, load_tokenizer
+from ludic.models.loading import choose_class, load_classifier, load_model, load_tokenizer
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.packed_attention import find_context
 from ludic.models.saving import save_policy
@@ -51,7 +51,7 @@ def test_a_classifier_has_all_weights_of_the_model_and_a_new_head(name, tmp_path
     own = made.state_dict()
     assert all(torch.equal(own[key], value) for key, value in model.state_dict().items() if not key.startswith("lm_head"))
     save_policy(made, processor.tokenizer, tmp_path / "again")
-    again, missing = load_classifier(str(tmp_path / "again"), "float32", description="model", max_pixels=None)
+    again, missing = load_classifier(str(tmp_path / "again"), "float32", description="model")
     assert not missing
     assert all(torch.equal(own[key], value) for key, value in again.state_dict().items())
     assert find_processor(again).fingerprint == processor.fingerprint
@@ -62,9 +62,9 @@ def test_a_classifier_has_all_weights_of_the_model_and_a_new_head(name, tmp_path
 
 def test_a_skeleton_and_a_checkpoint_have_the_processor(tmp_path):
     model, processor = save("qwen2_vl", tmp_path / "model")
-    skeleton = load_skeleton(str(tmp_path / "model"), "float32", max_pixels=256)
+    skeleton = load_skeleton(str(tmp_path / "model"), "float32")
     assert type(skeleton) is type(model)
-    assert find_processor(skeleton).processor.image_processor.size["longest_edge"] == 256
+    assert find_processor(skeleton).fingerprint == processor.fingerprint
     manager = CheckpointManager(CheckpointConfig(tmp_path / "steps"), tokenizer=processor.tokenizer, model=model)
     folder = manager.save(model, optimizer=None, step=1)
     loaded = load_model(str(folder), "float32")
@@ -99,7 +99,8 @@ def test_an_export_has_the_weights_by_their_names(tmp_path):
 
 def test_the_limits_of_pixels_reach_the_processor_and_its_files(tmp_path):
     model, processor = save("qwen2_vl", tmp_path)
-    smaller = find_processor(load_model(str(tmp_path), "float32", max_pixels=256, min_pixels=128))
+    smaller = find_processor(load_model(str(tmp_path), "float32"))
+    smaller.limit_pixels(max_pixels=256, min_pixels=128)
     digests = [each.store.add(make_picture(32, 32)) for each in (processor, smaller)]
     assert [each.process(digest).num_patches for each, digest in zip((processor, smaller), digests, strict=True)] == [64, 16]
     attach_processor(model, smaller)
@@ -107,7 +108,7 @@ def test_the_limits_of_pixels_reach_the_processor_and_its_files(tmp_path):
     assert find_processor(load_model(str(tmp_path / "again"), "float32")).fingerprint == smaller.fingerprint
     save("llava", tmp_path / "llava")
     with pytest.raises(ConfigError, match="CLIPImageProcessor has no max_pixels"):
-        load_processor(str(tmp_path / "llava"), AutoConfig.from_pretrained(tmp_path / "llava"), max_pixels=256)
+        find_processor(load_model(str(tmp_path / "llava"), "float32")).limit_pixels(max_pixels=256, min_pixels=None)
 
 
 def test_a_config_without_a_tower_is_a_causal_model_and_others_are_refused_in_a_line(tmp_path):
@@ -194,7 +195,7 @@ def test_the_card_of_such_a_model_names_its_classes():
 
 
 def test_a_classifier_has_the_config_of_its_model_which_the_class_beside_it_may_not_have():
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config = AutoConfig.for_model("qwen2_5_omni_thinker")
     choose_class(config, scores=True)

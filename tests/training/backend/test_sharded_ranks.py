@@ -107,6 +107,12 @@ def test_an_export_needs_a_bucket_and_the_largest_tensor_on_rank_0_and_nothing_e
     assert second["extra_mb"] <= 5
 
 
+def test_of_a_sharded_model_the_adapters_alone_are_gathered_for_a_publisher_that_takes_them(found):
+    first, second = found["exports"]["adapters"]
+    assert first == {"right": True, "given": 28, "sharded": 0}  # A and B of 7 layers in 2 blocks
+    assert second["given"] == 0
+
+
 def test_an_error_of_the_publisher_is_raised_on_all_ranks(found):
     first, second = found["exports"]["failed"]
     assert first["error"] == "PublishError: the server is gone"
@@ -126,8 +132,19 @@ def test_a_start_from_slices_computes_the_same(model, found):
 def test_the_gradient_of_every_preset_is_that_of_one_process(found):
     from ludic.training.presets import PRESETS
 
-    for world in ("2", "4"):
-        assert found["presets"][world].keys() == PRESETS.keys()
-        for name, (largest, difference) in found["presets"][world].items():
+    assert found["presets"].keys() == {"2", "4", "2, of rows", "4, of rows"}
+    for ranks, results in found["presets"].items():
+        assert results.keys() == PRESETS.keys()
+        for name, (largest, difference) in results.items():
             assert largest > 1e-4, name
-            assert difference <= 1e-6 * max(1.0, largest), (world, name)
+            assert difference <= 1e-6 * max(1.0, largest), (ranks, name)
+
+
+def test_rows_that_several_ranks_compute_have_the_loss_and_gradient_of_one_process(found):
+    assert found["contexts"].keys() == {"2 of 2", "4 of 4", "2 of 4"}
+    for ranks, results in found["contexts"].items():
+        assert len(results) == 21
+        for name, (largest, difference, loss) in results.items():
+            assert largest > 0.1, name
+            assert difference <= 1e-6 * max(1.0, largest), (ranks, name)
+            assert loss <= 1e-6, (ranks, name)

@@ -128,5 +128,5 @@ def test_other_bytes_are_refused(head, table):
 
 
 def test_pending_batches_of_the_first_version_are_refused_with_both_versions():
-    with pytest.raises(CheckpointError, match=r"version 1, .*reads 4; resume with the ludic"):
+    with pytest.raises(CheckpointError, match=r"version 1, .*reads 5; resume with the ludic"):
         load(base64.b64encode(b"\x92\x01\x90").decode())

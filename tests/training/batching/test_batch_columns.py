@@ -117,7 +117,7 @@ def test_what_cannot_be_sent_is_named(item, error, message):
 def test_a_message_of_another_version_is_refused():
     head, table = encode_batch(SAWBatch(sorting_items(2)))
     fields = msgspec.msgpack.decode(head)
-    with pytest.raises(DataError, match="version 7, this ludic reads 4"):
+    with pytest.raises(DataError, match="version 7, this ludic reads 5"):
         decode_batch(msgspec.msgpack.encode([7, *fields[1:]]), table)
     for damaged in ((head[:-1], table), (head, table[:-1]), (head, table[:20]), (head, b"no table"), (head, b"no")):
         with pytest.raises(DataError, match="cannot be read"):

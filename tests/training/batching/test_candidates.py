@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from training_samples import ListSource, assert_same_tensors, cpu_config, dialogues, gradients_of, tiny_model
+from training_samples import ListSource, assert_same_tensors, branching_items, cpu_config, dialogues, gradients_of, tiny_model
 
 from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.inference import SamplingParams
@@ -28,6 +28,7 @@ from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import collate_micro_batches, truncate_item
 from ludic.training.batching.sample_codec import decode_batch, encode_batch
+from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.loss import CompositeLoss, EntropyBonus, LossTerm, SharedContext
 from ludic.training.loss.logprobs import compute_among_candidates
 from ludic.training.preflight.comparison import compare
@@ -142,7 +143,7 @@ def without(item):
 
 def gradients(items, packing, budget, algo=None):
     model = sharp_model()
-    cfg = cpu_config(packing=packing, micro_token_budget=budget, max_seq_len=64, logits="full", prefix_sharing="off")
+    cfg = cpu_config(packing=packing, micro_token_budget=budget, max_seq_len=64, logits="full")
     backend, macro = (
         TorchBackend(model, cfg, algo=algo or make_grpo(group_size=2)),
         MacroBatch.ingest(items, 64, merge_turns=True),
@@ -154,6 +155,18 @@ def gradients(items, packing, budget, algo=None):
 
 async def run(backend, batch):
     await backend.forward_backward(batch, totals=batch.totals).result()
+
+
+def test_prefixes_are_not_shared_by_default_where_samples_have_candidates():
+    items = branching_items([6, 6]) + sampled(sharp_model(), {"top_p": 0.7}, count=2)
+
+    def has_trees(items, prefix_sharing):
+        batch = MacroBatch.ingest(items, 64)
+        return TreeMiniBatch(batch, np.arange(len(items)), cpu_config(prefix_sharing=prefix_sharing)).has_trees
+
+    assert has_trees([without(each) for each in items], "auto")
+    assert not has_trees(items, "auto")
+    assert has_trees(items, "tree")  # which the loss refuses
 
 
 def test_candidates_travel_with_their_sample_and_are_cut_with_it():

@@ -41,10 +41,11 @@ def test_a_batch_with_images_comes_back_as_it_was(samples):
 
 
 @given(samples=st.lists(items(max_images=0), min_size=1, max_size=3))
-def test_a_batch_of_text_has_the_bytes_that_it_had_without_images(samples):
+def test_a_batch_of_text_takes_one_byte_for_images(samples):
     head, table = encode_batch(SAWBatch(samples))
     assert head[0] == 0x94
-    assert b"\x96\xc4" in head  # the samples are six fields, of which the first is bytes
+    assert b"\x98\xc4" in head  # the samples are eight fields, of which the first is bytes
+    assert head.count(b"\x90\x90\x90") == 1  # no candidates, images and routes
     assert decode_batch(head, table).items == samples
 
 

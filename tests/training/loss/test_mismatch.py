@@ -21,7 +21,7 @@ from ludic.training.loss.actions import collate_actions, split_actions
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import compute_token_entropy, compute_token_logp
 from ludic.training.loss.statistics import compute_mismatch, sum_mismatch
-from ludic.training.preparation import add_token_column
+from ludic.training.scoring import add_token_column
 from ludic.training.stats import aggregate_stats
 
 

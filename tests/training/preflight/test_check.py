@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from chat_tokenizers import pairs_tokenizer
+from hypothesis import given, strategies as st
 from seeded_faults import (
     Faulty,
     byte_policy,
@@ -24,7 +25,8 @@ from training_samples import ListSource, cpu_config, sorting_items, tiny_model, 
 from ludic.errors import ConfigError, MismatchError
 from ludic.training import Trainer, make_grpo
 from ludic.training.backend.torch import TorchBackend
-from ludic.training.preflight.check import Preflight
+from ludic.training.preflight.check import MOST_TOKENS, Preflight, _select_samples
+from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 
 
 def config(**changes):
@@ -240,6 +242,20 @@ def test_the_comparison_runs_once_and_is_kept():
     assert set(first.to_dict()) == {"mean", "max", "num_tokens", "num_samples"}
     trainer.train_step_sync()
     assert preflight.report is first
+
+
+@given(st.lists(st.integers(1, 3000), max_size=40), st.integers(1, 32), st.sampled_from([64, 1024, 10_000]))
+def test_the_longest_sample_and_at_most_2048_padded_tokens_are_compared(lengths, count, budget):
+    logps = SampleAttachments(ActorTokenLogps([]))
+    items = [SAWItem([1] * n, [1] * n, [0] * n, 1.0, attachments=logps) for n in lengths]
+    selected = _select_samples(items, count, budget)
+    usable = [n for n in lengths if 1 < n <= budget]
+    assert bool(selected) == bool(usable)
+    if usable:
+        assert len(selected[0].input_ids) == max(usable)
+        assert len(selected) * max(usable) <= max(MOST_TOKENS, max(usable))
+        assert len(selected) == min(count, len(usable), max(1, min(budget, MOST_TOKENS) // max(usable)))
+        assert len({id(item) for item in selected}) == len(selected)
 
 
 def test_invalid_settings_are_refused():

@@ -246,7 +246,7 @@ def test_another_kind_version_or_program_is_named():
     payload = encode_group(example())
     for changed, message in [
         (b"JSON" + payload[4:], "no entry of ludic"),
-        (payload[:4] + b"\x09" + payload[5:], "version 9, this ludic reads 2"),
+        (payload[:4] + b"\x09" + payload[5:], "version 9, this ludic reads 4"),
         (payload[:5] + bytes([SAMPLES]) + payload[6:], "of kind 2, and 1 is expected"),
         (payload[:10], "less than its header"),
         (payload[:-1], "its checksum differs"),

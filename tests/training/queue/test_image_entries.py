@@ -112,15 +112,15 @@ def test_an_image_is_in_an_entry_once_however_many_answers_it_has():
         assert data not in text
 
 
-def test_a_group_of_text_has_the_bytes_that_it_had_without_images():
+def test_an_entry_of_text_takes_a_byte_for_the_images_of_each_trace_and_one_for_their_bytes():
     for group in (one_group(),):
         for rollout in group.played:
             [step] = rollout.steps
             step.prev_obs = "text"
             step.trace = TokenTrace([5, 6], [7, 2], [-0.5, -0.25], "stop")
         body = msgspec.msgpack.decode(send(group)[22:])
-        assert len(body) == 11
-        assert [len(step[8]) for rollout in body[7] for step in rollout[2]] == [6] * 8
+        assert body[11] == {}
+        assert [step[8][6] for rollout in body[7] for step in rollout[2]] == [[]] * 8
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "other", "bomb", "unread"])

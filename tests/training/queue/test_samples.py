@@ -128,12 +128,13 @@ def floats(*values):
     ],
 )
 def test_a_forged_entry_is_refused_by_the_receiver(changes, problem):
-    producer, sequence, samples, table = msgspec.msgpack.decode(WHOLE[22:])
+    producer, sequence, samples, table, images = msgspec.msgpack.decode(WHOLE[22:])
     forged = {**dict(zip(PackedSamples.__struct_fields__, samples, strict=True)), **changes}
     with pytest.raises(EntryError, match=problem):
-        decode_samples(resealed(msgspec.msgpack.encode([producer, sequence, list(forged.values()), table])))
+        decode_samples(resealed(msgspec.msgpack.encode([producer, sequence, list(forged.values()), table, images])))
+    wide = table.replace(b'"I32"', b'"I64"')
     with pytest.raises(EntryError, match="the samples cannot be read"):
-        decode_samples(resealed(msgspec.msgpack.encode([producer, sequence, samples, table.replace(b'"I32"', b'"I64"')])))
+        decode_samples(resealed(msgspec.msgpack.encode([producer, sequence, samples, wide, images])))
 
 
 @settings(max_examples=2 * settings.default.max_examples)

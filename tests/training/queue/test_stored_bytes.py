@@ -48,22 +48,23 @@ def test_a_group_of_a_queue():
     assert group.played.num_requested == 3
     played = PlayedRollouts(ROLLOUTS, RolloutCounts(2, 1, 0, 0, 0), [ANSWERED], num_requested=3)
     newer = Group("run", 7, 3, 1, "actor0", 1.5, 2.5, played)
-    # behind the checksum, two things differ: the failure has 8 fields and not 6, with its two
-    # texts, and a trace 6 and not 4, without candidates, and with the number of shared ids
-    traces = GROUP[22:-18].replace(b"\x94\xc4", b"\x96\xc4")
+    # behind the checksum, three things differ: the failure has 8 fields and not 6, with its two
+    # texts; a trace 8 and not 4, without candidates, with the number of shared ids, no images and
+    # no routes; and the group 12 and not 11, with the bytes of no image
+    traces = b"\x9c" + GROUP[23:-18].replace(b"\x94\xc4", b"\x98\xc4")
     ends = ((b"\xa4stop", b"\x09", b"\x00"), (b"\xc0", b"\x0a\x9a", b"\x00"), (b"\xc0\xc0", b"\x0b", b"\x03"))
     for end, number, shared in ends:  # and the step's number after it
         assert traces.count(end + number) == 1
-        traces = traces.replace(end + number, end + b"\xc0" + shared + number)
+        traces = traces.replace(end + number, end + b"\xc0" + shared + b"\x90\xc0" + number)
     whole = np.array([5, 6, 8, 150000], "<i4").tobytes()  # of which the step before has the first 3
     assert traces.count(b"\xc4\x10" + whole) == 1
     traces = traces.replace(b"\xc4\x10" + whole, b"\xc4\x04" + whole[12:])
-    assert encode_group(newer)[22:] == traces + b"\x98" + GROUP[-17:] + b"\xa42+2=\xa16"
+    assert encode_group(newer)[22:] == traces + b"\x98" + GROUP[-17:] + b"\xa42+2=\xa16" + b"\x80"
     assert decode_group(encode_group(newer)).played.failures == [ANSWERED]
-    with pytest.raises(EntryError, match=r"entry has version 3, .*reads 2"):
-        decode_group(GROUP[:4] + b"\x03" + GROUP[5:])
+    with pytest.raises(EntryError, match=r"entry has version 5, .*reads 4"):
+        decode_group(GROUP[:4] + b"\x05" + GROUP[5:])
 
 
 def test_samples_of_a_queue_in_the_first_form_are_refused_with_both_versions():
-    with pytest.raises(EntryError, match=r"entry has version 1, .*reads 2"):
+    with pytest.raises(EntryError, match=r"entry has version 1, .*reads 4"):
         decode_samples(SAMPLES)

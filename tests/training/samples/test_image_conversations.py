@@ -23,7 +23,8 @@ STORE = ImageStore()
 DIGESTS = [STORE.add(draw_picture(seed).repeat(size, 0).repeat(size, 1)) for seed, size in enumerate((2, 4, 6))]
 TOKENIZER = make_image_tokenizer()
 SHAPE = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
-PROCESSOR = make_small_processor(TOKENIZER, make_small_image_config(TOKENIZER, **SHAPE))
+PROCESSOR_CONFIG = make_small_image_config(TOKENIZER, **SHAPE)
+PROCESSOR = make_small_processor(TOKENIZER, PROCESSOR_CONFIG)
 PLACEHOLDER = PROCESSOR.placeholder_id
 MARKED = TEMPLATE.replace(
     "{% if message.content is string %}{{ message.content }}",
@@ -41,6 +42,7 @@ def store():
 def marked_tokenizer():
     tokenizer = make_image_tokenizer()
     tokenizer.chat_template = MARKED
+    make_small_processor(tokenizer, PROCESSOR_CONFIG)
     return tokenizer
 
 
@@ -74,7 +76,7 @@ def as_text(messages):
 @given(messages=conversations(), turns=st.sampled_from(["all", "last", "each"]))
 def test_images_are_placeholders_that_are_not_trained_and_text_is_masked_as_without_them(messages, turns):
     for tokenizer in (TOKENIZER, marked_tokenizer()):
-        samples = ChatTokenizer(tokenizer, turns, images=PROCESSOR).tokenize(messages)
+        samples = ChatTokenizer(tokenizer, turns).tokenize(messages)
         plain = ChatTokenizer(tokenizer, turns).tokenize(as_text(messages))
         assert len(samples) == len(plain)
         for sample, text in zip(samples, plain, strict=True):
@@ -96,7 +98,7 @@ def test_images_are_placeholders_that_are_not_trained_and_text_is_masked_as_with
 @settings(max_examples=settings.default.max_examples // 2)
 @given(messages=conversations())
 def test_a_prompt_has_the_ids_and_places_that_the_sampler_reads(messages):
-    [sample] = ChatTokenizer(TOKENIZER, "last", images=PROCESSOR).tokenize(messages)
+    [sample] = ChatTokenizer(TOKENIZER, "last").tokenize(messages)
     prompt = PromptEncoder(TOKENIZER, PROCESSOR).encode(Dialogue(messages[:-1]))
     begin = sample.action_mask.index(1)
     bos = len(prompt.ids) - begin  # a conversation is rendered by the template alone
@@ -118,15 +120,15 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_gives_the_same_sample(name):
     row = intern_row({**FORMATS[name], **ROW}, None, "rows.jsonl, line 1")
-    [item] = SFTItems(TOKENIZER, images=PROCESSOR).of_row(row, "rows.jsonl, line 1")
-    [wanted] = ChatTokenizer(TOKENIZER, images=PROCESSOR).tokenize(FORMATS["messages"]["messages"])
+    [item] = SFTItems(TOKENIZER).of_row(row, "rows.jsonl, line 1")
+    [wanted] = ChatTokenizer(TOKENIZER).tokenize(FORMATS["messages"]["messages"])
     assert [span.digest for span in item.images] == DIGESTS[:2]
     assert (item.input_ids.tolist(), item.action_mask.tolist(), item.images) == (
         wanted.input_ids,
         wanted.action_mask,
         wanted.images,
     )
-    [swapped] = SFTItems(TOKENIZER, images=PROCESSOR).of_row(
+    [swapped] = SFTItems(TOKENIZER).of_row(
         intern_row({**FORMATS["prompt_completion"], "images": ROW["images"][::-1]}, None, "row 1"), "row 1"
     )
     assert [span.digest for span in swapped.images] == DIGESTS[1::-1]
@@ -137,16 +139,14 @@ def test_each_format_gives_the_same_sample(name):
 def test_a_model_of_text_refuses_them_in_one_line(name):
     row = intern_row({**FORMATS[name], **ROW}, None, "rows.jsonl, line 1")
     with pytest.raises(DataError, match=r"^rows.jsonl, line 1 has images.* reads text alone"):
-        SFTItems(TOKENIZER).of_row(row, "rows.jsonl, line 1")
+        SFTItems(make_image_tokenizer()).of_row(row, "rows.jsonl, line 1")
 
 
 def test_text_that_spells_a_token_of_images_is_refused_with_its_row():
     for token in ("<|image_pad|>", "<|video_pad|>"):
         message = {"role": "user", "content": parts(DIGESTS[0], token)}
         with pytest.raises(DataError, match=r"^rows.jsonl, line 1: .*spells"):
-            ChatTokenizer(TOKENIZER, images=PROCESSOR).tokenize(
-                [message, {"role": "assistant", "content": "a"}], where="rows.jsonl, line 1"
-            )
+            ChatTokenizer(TOKENIZER).tokenize([message, {"role": "assistant", "content": "a"}], where="rows.jsonl, line 1")
 
 
 def test_a_rollout_keeps_its_images():
@@ -159,7 +159,7 @@ def test_a_rollout_keeps_its_images():
 def test_a_step_without_a_trace_whose_messages_have_images_is_refused():
     step = Step(0, "a", "b", None, 0.0, False, True, {"chat_prompt_messages": [{"role": "user", "content": parts(DIGESTS[0])}]})
     with pytest.raises(DataError, match="reads text alone"):
-        make_chat_template_step_to_item(TOKENIZER)(Rollout("r", [step]), step, 1.0)
+        make_chat_template_step_to_item(make_image_tokenizer())(Rollout("r", [step]), step, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_pairs_share_the_images_of_their_prompt(prompt):
                 continue
             row = {**ROW, **{name: [*prompt, *answer] for name, answer in answers.items()}}
         row = intern_row(row, None, "row 1")
-        chosen, rejected = PreferenceItems(TOKENIZER, images=PROCESSOR).of_row(row, "row 1", pair_id=1)
+        chosen, rejected = PreferenceItems(TOKENIZER).of_row(row, "row 1", pair_id=1)
         assert chosen.images == rejected.images
         assert [span.digest for span in chosen.images] == DIGESTS[:2]
         begin = chosen.action_mask.index(1)
         assert chosen.input_ids[:begin] == rejected.input_ids[:begin]
-        short, _ = PreferenceItems(TOKENIZER, images=PROCESSOR, max_length=begin + 1).of_row(row, "row 1", pair_id=1)
+        short, _ = PreferenceItems(TOKENIZER, max_length=begin + 1).of_row(row, "row 1", pair_id=1)
         assert (len(short.input_ids), short.images) == (begin + 1, chosen.images)
         with pytest.raises(DataError, match=r"^row 1 has images.* reads text alone"):
-            PreferenceItems(TOKENIZER).of_row(row, "row 1", pair_id=1)
+            PreferenceItems(make_image_tokenizer()).of_row(row, "row 1", pair_id=1)

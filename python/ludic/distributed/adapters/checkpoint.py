@@ -46,7 +46,7 @@ class SGLangPublisher(Publisher):
         partial: bool = False,
     ) -> None:
         """`model` is the folder that the servers were started with. Its config, tokenizer, names
-        and shapes are used. `partial`: weights that a push leaves out are those of `model`."""
+        and shapes are used. `partial`: weights that a push leaves out are `model`'s."""
         check_value("keep", keep, "after a failed push, servers return to the previous version", least=2)
         self.client, self.servers = client, client.endpoints()
         self.timeout_s = timeout_s

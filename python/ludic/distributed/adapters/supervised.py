@@ -80,13 +80,10 @@ class SupervisedServers(Publisher):
         `is_stopped`, there are only `wait_s` left, for a push that goes on. `partial`: frozen
         weights are left out of a push."""
 
-        def make(url: str) -> VllmControlPlane:
-            return VllmControlPlane(PushUrls([url], headers), timeout_s=answer_s, by_folder=True, partial=partial)
-
         self._client, self._find_end, self._is_stopped, self._clock = client, find_end, is_stopped, clock
-        self._timeout_s, self._answer_s, self._wait_s = timeout_s, answer_s, wait_s
+        self._timeout_s, self._answer_s, self._wait_s, self._headers = timeout_s, answer_s, wait_s, headers
         self._folders = VersionFolders(directory)
-        self._servers = [SupervisedServer(number, find_url, make) for number in range(count)]
+        self._servers = [SupervisedServer(number, find_url, self._make_life) for number in range(count)]
         self._partial = partial
         self._unchanged = UnchangedWeights("weights", resent=True)
         self._lock = threading.Lock()
@@ -95,6 +92,10 @@ class SupervisedServers(Publisher):
         """Whether servers may have weights of another trainer: until a push succeeds."""
         self._manifest: ServerManifest | None = None
         self._seconds = 0.0
+
+    def _make_life(self, url: str) -> ServerLife:
+        target = PushUrls([url], self._headers)
+        return ServerLife(url, VllmControlPlane(target, timeout_s=self._answer_s, by_folder=True, partial=self._partial))
 
     async def publish(self, state_dict: Weights, version: Version = None) -> None:
         await asyncio.to_thread(self._publish, state_dict, version)
@@ -115,7 +116,9 @@ class SupervisedServers(Publisher):
                 folder = self._folders.write(cast, version)
             else:
                 folder = self._folders.write_stream(StreamToServer(weights, manifest, partial=self._partial), version)
-            self._serve(folder, version, manifest)
+            sent, served = fingerprint_folder(folder, manifest, partial=self._partial)
+            self._serve(ServedVersion(str(version), folder, sent, served), version, served, dtype=manifest.dtype)
+            self._folders.prune(folder)
 
     def _ask_for_manifest(self) -> None:
         asked = [server.ask(ServerLife.read_manifest) for server in self._servers]
@@ -125,20 +128,22 @@ class SupervisedServers(Publisher):
             raise combine_failures(failures)
         self._manifest = answers[0]
 
-    def _serve(self, folder: Path, version: Version, manifest: ServerManifest) -> None:
-        sent, served = fingerprint_folder(folder, manifest, partial=self._partial)
-        self._current = ServedVersion(str(version), folder, sent, served)
+    def _serve(self, current: Any, version: Version, fingerprints: Mapping[str, str], *, dtype: str = "dtype") -> None:
+        """Have the servers serve `current`: a `ServedVersion`, or what else `_make_life` loads."""
+        self._current = current
         started = time.perf_counter()
 
         def push() -> None:
             self._repeat(self._give_to_all, f"version {version} was not published")
 
         # A push even of unchanged weights: a server changes its version only with its weights.
-        self._unchanged.publish(served, version, push=push, rename=push, still_served=lambda: True, dtype=manifest.dtype)
+        self._unchanged.publish(fingerprints, version, push=push, rename=push, still_served=lambda: True, dtype=dtype)
         self._seconds = time.perf_counter() - started
         lost = [server.url for server in self._servers if server.version is not self._current]
+        self._tell_client(version, lost)
+
+    def _tell_client(self, version: Version, lost: list[str]) -> None:
         self._client.weights_changed(version, lost=lost)
-        self._folders.prune(folder)
 
     def _give_to_all(self) -> None:
         """Give the version to the servers that lack it. Raises PublishError if none has it then, or
@@ -274,7 +279,7 @@ class HangsError(PublishError):
 class ServerLife:
     """A server at one address."""
 
-    def __init__(self, url: str, control: VllmControlPlane) -> None:
+    def __init__(self, url: str, control: Any) -> None:
         self.url = url
         self.version: ServedVersion | None = None
         """What it was given last; None if it may have anything."""
@@ -298,12 +303,15 @@ class ServerLife:
             version = find_newest()
             if self.has(version):
                 return None
-            control, self.version = self._control, None
-            prepare(control)
-            control.expect(version.sent, version.served)
-            control.push_folder(version.folder, version.name)
+            self.version = None
+            self.load(version)
             self.version = version
             return version
+
+    def load(self, version: ServedVersion) -> None:
+        prepare(self._control)
+        self._control.expect(version.sent, version.served)
+        self._control.push_folder(version.folder, version.name)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -322,7 +330,7 @@ class ServerLife:
 class SupervisedServer:
     """One server, whose address may change when it is started again."""
 
-    def __init__(self, number: int, find_url: Callable[[int], str | None], make: Callable[[str], VllmControlPlane]) -> None:
+    def __init__(self, number: int, find_url: Callable[[int], str | None], make: Callable[[str], ServerLife]) -> None:
         self._number, self._find_url, self._make = number, find_url, make
         self._life: ServerLife | None = None
         self._lock = threading.Lock()
@@ -352,7 +360,7 @@ class SupervisedServer:
                 if url is None:
                     raise NoAddressError(f"server {self._number} has no address yet")
                 self.close()
-                self._life = ServerLife(url, self._make(url))
+                self._life = self._make(url)
             return self._life
 
     def ask(self, step: Callable[[ServerLife], T]) -> AskedServer[T]:

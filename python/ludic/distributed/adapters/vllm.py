@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from ludic.distributed.adapters.reward_model import (
 )
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher, UnchangedWeights
 from ludic.distributed.push.control_plane import VllmControlPlane as VllmControlPlane
+from ludic.distributed.push.delta import Delta, LastPush, write_delta
 from ludic.distributed.push.manifest import (
     ServerManifest,
     StreamToServer,
@@ -35,7 +37,7 @@ from ludic.distributed.push.manifest import (
     rename_to_checkpoint,
 )
 from ludic.distributed.push.target import as_push_target
-from ludic.errors import PublishError
+from ludic.errors import ConfigError, PublishError
 from ludic.inference.client import PolicyPublisher, Publisher, PushTarget, Version, Weights, WeightSource, as_publisher
 from ludic.user_objects import forward_members
 
@@ -72,44 +74,121 @@ class VllmTensorCommunicator:
 
 
 class VllmPublisher(Publisher):
-    """Checks that weights fit the servers, and pushes them if they changed. If they did not, only
-    the version that the servers report changes."""
+    """Checks that weights fit the servers, and pushes those that changed: their changed entries if
+    that is smaller than all tensors. If none changed, only the version that the servers report
+    does."""
 
     def __init__(
         self,
         control: VllmControlPlane,
         folders: VersionFolders | None = None,
         *,
+        deltas: bool = True,
         allow_unchanged: bool = False,
         debug: bool = False,
     ) -> None:
         """`folders`: write each version there, where the servers must see it under the same path;
-        by default weights are broadcast. `debug` logs the names of the weights and the seconds of
-        each push."""
+        by default weights are broadcast. `deltas`: keep the last weights here and at the servers,
+        and push what changed. `debug` logs the names of the weights and the seconds of each
+        push."""
         self.control, self.folders = control, folders
-        self.debug = debug
-        self.unchanged = UnchangedWeights("weights", allowed=allow_unchanged)
+        self.deltas, self.debug = deltas, debug
+        self._last = LastPush()
+        self.pushed_bytes = 0
+        """Bytes of weights that each server was sent last."""
+        self.shares_device = control.sleep_level is not None
+        self.unchanged = UnchangedWeights("weights", allowed=allow_unchanged, resent=self.shares_device)
 
     def publish(self, state_dict: Weights, version: Version = None) -> None:
-        from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
-
         renamed = _checkpoint_weights(state_dict, debug=self.debug)
         manifest = self.control.prepare()
-        weights = cast_to_server(renamed, manifest, partial=self.control.partial)
-        self._publish(fingerprint(weights), version, manifest, weights)
+        self._publish(cast_to_server(renamed, manifest, partial=self.control.partial), version, manifest)
 
     def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
-        """`publish` in two passes over the weights: the first takes their fingerprints, the second,
-        unless they are unchanged, sends them. One bucket of them is in memory at a time."""
-        from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
-
+        """`publish` for gathered weights, one bucket of which is in memory at a time. The first
+        pass over them takes their fingerprints and finds what changed; tensors that are sent whole
+        are gathered again."""
         manifest = self.control.prepare()
         if has_tied_head(weights, manifest):
             self.publish(dict(weights), version=version)
             return
-        cast = StreamToServer(weights, manifest, partial=self.control.partial)
-        fingerprints = {name: tensor_fingerprint(tensor) for name, tensor in cast}
-        self._publish(fingerprints, version, manifest, cast)
+        self._publish(StreamToServer(weights, manifest, partial=self.control.partial), version, manifest)
+
+    def _publish(self, weights: Weights | StreamToServer, version: Version, manifest: ServerManifest) -> None:
+        from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
+
+        start = time.perf_counter()
+        described, entries = _describe(weights)
+        delta = self._last.start_delta(described) if self.deltas and self.control.base == self._last.push_id else None
+        fingerprints = {}
+        for name, tensor in entries:
+            fingerprints[name] = tensor_fingerprint(tensor)
+            if delta is not None:
+                delta.add(name, tensor)
+
+        def rename() -> None:
+            self.control.rename(version)
+            self.pushed_bytes = 0
+
+        def push() -> None:
+            if delta is None or not delta.is_smaller or not self._push_delta(delta, fingerprints, version):
+                self._push_whole(weights, fingerprints, version)
+
+        self.unchanged.publish(
+            fingerprints,
+            version,
+            dtype=manifest.dtype,
+            push=push,
+            rename=rename,
+            still_served=lambda: not self.shares_device and self.control.serves(fingerprints),
+        )
+        if self.debug:
+            _log_seconds(version, start)
+
+    def _push_delta(self, delta: Delta, fingerprints: Mapping[str, str], version: Version) -> bool:
+        """Push what changed. Returns False if servers refused it, because they lack its base or got
+        it damaged: they keep their weights, and need whole tensors."""
+        header, changes = delta.seal()
+        self.control.expect(fingerprints, push_id=delta.push_id)
+        try:
+            if self.folders is None:
+                self.control.push_delta(header, changes, version)
+            else:
+                folder = self.folders.fill(version, lambda folder: write_delta(folder, changes))
+                self.control.push_delta(header, folder, version)
+                self.folders.prune(folder)
+        except PublishError as error:
+            if isinstance(error, TimeoutError) or not self._has_lost_base():
+                raise
+            logger.warning("version %s is pushed whole, since what changed was refused: %s", version, error)
+            return False
+        self._last.confirm(delta.push_id, delta)
+        self.pushed_bytes = delta.bytes
+        return True
+
+    def _has_lost_base(self) -> bool:
+        """Whether the servers take a push, but not of the last one's changes."""
+        try:
+            self.control.prepare()
+        except PublishError:
+            return False
+        return self.control.base != self._last.push_id
+
+    def _push_whole(self, weights: Weights | StreamToServer, fingerprints: Mapping[str, str], version: Version) -> None:
+        described, entries = _describe(weights)
+        push_id = uuid.uuid4().hex if self.deltas else None
+        self.control.expect(fingerprints, push_id=push_id)
+        if self.deltas:
+            self._last.replace(described)
+            if isinstance(weights, StreamToServer):
+                weights.record = self._last.copy
+        self._send(weights, version)
+        if push_id is not None:
+            if not isinstance(weights, StreamToServer):
+                for name, tensor in entries:
+                    self._last.copy(name, tensor)
+            self._last.confirm(push_id)
+        self.pushed_bytes = sum(tensor.nbytes for tensor in described.values())
 
     def _send(self, weights: Weights | StreamToServer, version: Version) -> None:
         if self.folders is not None:
@@ -126,29 +205,8 @@ class VllmPublisher(Publisher):
         else:
             sender.publish(weights, version)
 
-    def _publish(
-        self,
-        fingerprints: Mapping[str, str],
-        version: Version,
-        manifest: ServerManifest,
-        weights: Weights | StreamToServer,
-    ) -> None:
-        start = time.perf_counter()
-
-        def push() -> None:
-            self.control.expect(fingerprints)
-            self._send(weights, version)
-
-        self.unchanged.publish(
-            fingerprints,
-            version,
-            dtype=manifest.dtype,
-            push=push,
-            rename=lambda: self.control.rename(version),
-            still_served=lambda: self.control.serves(fingerprints),
-        )
-        if self.debug:
-            _log_seconds(version, start)
+    def sleep(self) -> None:
+        self.control.sleep()
 
     def expect_change(self, expected: bool) -> None:
         self.unchanged.change_expected = expected
@@ -187,6 +245,11 @@ def _checkpoint_weights(state_dict: Weights, *, debug: bool) -> dict[str, Tensor
     return renamed
 
 
+def _describe(weights: Weights | StreamToServer) -> tuple[Weights, Iterable[tuple[str, Tensor]]]:
+    """Tensors with the shapes and dtypes of the weights, and the weights."""
+    return (weights.describe(), weights) if isinstance(weights, StreamToServer) else (weights, weights.items())
+
+
 def _log_seconds(version: Version, start: float) -> None:
     logger.info("version %s was published in %.3f s", version, time.perf_counter() - start)
 
@@ -197,11 +260,13 @@ def create_vllm_publisher(
     debug: bool = False,
     rank0_only: bool = False,
     directory: str | Path | None = None,
+    push: str = "auto",
     partial: bool = False,
     allow_unchanged: bool = False,
     tolerate_lost_servers: bool = False,
     master_address: str = "127.0.0.1",
     timeout_s: float = 60.0,
+    sleep_level: int | None = None,
 ) -> Publisher:
     """A publisher for the servers of a client, over the backend that they were started with: gloo,
     ludic_nccl or disk.
@@ -212,6 +277,9 @@ def create_vllm_publisher(
         opened before the first push.
     directory: pass weights through folders in it instead of a connection. The servers must see it
         under the same path.
+    push: `auto` sends what changed since the last push where that is smaller. For it, this process
+        and each worker of the servers keep the pushed weights in host memory. `whole` always sends
+        all weights, and keeps none.
     partial: frozen weights may be left out of a push. By default a push must have every weight of
         the server's model.
     allow_unchanged: push weights even if they equal the last ones. By default they are not sent:
@@ -221,7 +289,12 @@ def create_vllm_publisher(
         an error.
     master_address: the address at which the servers reach this process.
     timeout_s: limit of each transfer.
+    sleep_level: the servers share their device with the trainer: `sleep` frees it until the next
+        push. 1 keeps their weights in host memory; 2 drops them, for pushes of every weight. None:
+        they never sleep. Pushes to servers that sleep are whole.
     """
+    if push not in ("auto", "whole"):
+        raise ConfigError(f"push ({push!r}) must be 'auto' or 'whole'")
 
     def make_publisher() -> VllmPublisher:
         control = VllmControlPlane(
@@ -231,9 +304,11 @@ def create_vllm_publisher(
             tolerate_lost_servers=tolerate_lost_servers,
             partial=partial,
             by_folder=directory is not None,
+            sleep_level=sleep_level,
         )
         control.prepare()
         folders = None if directory is None else VersionFolders(directory)
-        return VllmPublisher(control, folders, allow_unchanged=allow_unchanged, debug=debug)
+        deltas = push == "auto" and sleep_level is None  # a server that sleeps drops what does not come with the push
+        return VllmPublisher(control, folders, deltas=deltas, allow_unchanged=allow_unchanged, debug=debug)
 
     return Rank0OnlyPublisher(make_publisher) if rank0_only else make_publisher()

@@ -27,6 +27,8 @@ from ludic.inference.vllm.endpoints import VllmEndpoints
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ludic.inference.vllm.in_server.weight_receiver import DeltaHeader
+
 logger = logging.getLogger(__name__)
 
 ABANDONED = "the push was abandoned, and no server loaded any of it"
@@ -49,6 +51,7 @@ class VllmControlPlane:
         tolerate_lost_servers: bool = False,
         partial: bool = False,
         by_folder: bool = False,
+        sleep_level: int | None = None,
     ) -> None:
         """`master_address` is the address at which the servers reach the trainer; `timeout_s`
         limits each transfer.
@@ -57,7 +60,9 @@ class VllmControlPlane:
             By default a failure is an error.
         partial: a push may omit frozen weights, whose values the server has.
         by_folder: weights go through folders that the servers see; no connection is opened.
+        sleep_level: 1 or 2, the level at which the servers sleep between pushes. None: they do not.
         """
+        self.sleep_level = sleep_level
         self.target = as_push_target(client)
         self.links = [
             ServerLink(
@@ -65,6 +70,7 @@ class VllmControlPlane:
                 master_address=master_address,
                 timeout_s=timeout_s,
                 by_folder=by_folder,
+                sleep_level=sleep_level,
             )
             for url in self.target.all_urls()
         ]
@@ -83,6 +89,7 @@ class VllmControlPlane:
         self._start = 0.0
         self._sent: dict[str, str] = {}
         self._served: dict[str, str] = {}
+        self._push_id: str | None = None
         self.target.hold_connections(self)  # where VllmTensorCommunicator(client) finds them
 
     @property
@@ -100,10 +107,22 @@ class VllmControlPlane:
             raise PublishError(f"the servers {list_urls(self._live)} serve different shapes or dtypes; serve the same on all")
         return manifest
 
-    def expect(self, sent: Mapping[str, str], served: Mapping[str, str] | None = None) -> None:
+    @property
+    def base(self) -> str | None:
+        """The id of the push that all servers kept when `prepare` asked them, if it is one."""
+        bases = {link.base for link in self._live}
+        return bases.pop() if len(bases) == 1 else None
+
+    def expect(self, sent: Mapping[str, str], served: Mapping[str, str] | None = None, *, push_id: str | None = None) -> None:
         """Set the fingerprints of the weights that the next push sends, and of those that each
-        server must have after it, if their dtype differs."""
-        self._sent, self._served = dict(sent), dict(sent if served is None else served)
+        server must have after it, if their dtype differs. With `push_id`, servers keep what they
+        are sent, for a delta."""
+        self._sent, self._served, self._push_id = dict(sent), dict(sent if served is None else served), push_id
+
+    def sleep(self) -> None:
+        """Have all servers free their memory until the next push, which wakes them."""
+        if failures := run_on_all(self.links, ServerLink.sleep):
+            raise make_publish_error(f"the device was not freed: {describe_failures(failures)}", failures.values())
 
     def serves(self, fingerprints: Mapping[str, str]) -> bool:
         """Whether every server still has the weights with these fingerprints, so that none was
@@ -141,8 +160,21 @@ class VllmControlPlane:
             self.announce_folder(folder, version)
             self.finalize_update(version)
 
+    def push_delta(self, header: DeltaHeader, changes: Tensor | Path, version: Version = None) -> None:
+        """Send what changed since the push that the servers keep: [bytes], or a folder with it. On
+        a failure before they load it, the servers keep their weights."""
+        with on_error(self.abandon_update):
+            if isinstance(changes, Path):
+                self._begin({"delta": header, "path": str(changes)}, version)
+            else:
+                self._begin({"delta": header}, version)
+                self.send(changes)
+            self.finalize_update(version)
+
     def _begin(self, update_info: Mapping[str, Any], version: Version) -> None:
         self._open, self._start = True, time.perf_counter()
+        if self._push_id is not None:
+            update_info = {**update_info, "push_id": self._push_id}
         self._run_on_live(lambda link: link.begin(update_info), _not_published(version))
 
     def send(self, tensor: Tensor) -> None:

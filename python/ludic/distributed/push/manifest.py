@@ -103,6 +103,8 @@ class StreamToServer:
 
     def __init__(self, weights: WeightSource, manifest: ServerManifest, *, partial: bool) -> None:
         self._weights, self._manifest = weights, manifest
+        self.record: Callable[[str, Tensor], None] | None = None
+        """Is called with each tensor before it is yielded."""
         check_fit(describe_weights(self._renamed()), manifest, partial=partial)
 
     def _renamed(self) -> dict[str, Tensor]:
@@ -116,7 +118,10 @@ class StreamToServer:
             name = find_checkpoint_name(old)
             if name is not None:
                 [name] = self._manifest.rename({name: tensor})
-                yield name, self._cast(name, tensor)
+                cast = self._cast(name, tensor)
+                if self.record is not None:
+                    self.record(name, cast)
+                yield name, cast
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         import torch

@@ -30,6 +30,7 @@ ANSWER_MARGIN_S = 15.0
 the transfer before the trainer gives up the server."""
 POLL_S = 0.0005
 """How long a broadcast waits between two checks that the server has not refused it."""
+GIB = 2**30
 NEEDS_EXTENSION = "start it as `ludic serve` does, with --worker-extension-cls ludic.inference.vllm.in_server.worker.WeightWorker"
 
 
@@ -44,6 +45,10 @@ class WorkerState(TypedDict):
     """Whether a push has started and was neither loaded nor dropped."""
     broken: str | None
     """Why the worker cannot take pushes any more; None if it can."""
+    base: NotRequired[str | None]
+    """The id of the push that the worker keeps, of which it takes a delta."""
+    sleeps: NotRequired[bool]
+    """Whether the server can sleep."""
 
 
 class WeightShape(TypedDict):
@@ -65,6 +70,23 @@ class WorkerFingerprints(TypedDict):
 
     loaded: dict[str, str]
     served: dict[str, str]
+    lost: NotRequired[list[str]]
+    """Weights that a sleep has dropped and no push has loaded."""
+
+
+class WorkerMemory(TypedDict):
+    """A worker's answer to `ludic_memory` and `ludic_before_sleep`."""
+
+    used: int | None
+    """Bytes in use on its device; None on a CPU, and before the sleep of a server that sleeps."""
+    weights: int
+    """Bytes of its weights."""
+
+
+class WokenWorker(TypedDict):
+    """A worker's answer to `ludic_after_wake`."""
+
+    changed: list[str]
 
 
 class ServerLink:
@@ -72,11 +94,19 @@ class ServerLink:
     InferenceError or PublishError."""
 
     def __init__(
-        self, endpoints: VllmEndpoints, *, master_address: str = "127.0.0.1", timeout_s: float = 60.0, by_folder: bool = False
+        self,
+        endpoints: VllmEndpoints,
+        *,
+        master_address: str = "127.0.0.1",
+        timeout_s: float = 60.0,
+        by_folder: bool = False,
+        sleep_level: int | None = None,
     ) -> None:
         """`master_address` is the address at which the server's workers reach the trainer.
-        `by_folder`: pass weights through a folder, even if the server's backend can broadcast."""
+        `by_folder`: pass weights through a folder, even if the server's backend can broadcast.
+        `sleep_level`: how the server sleeps between pushes; None if it does not."""
         self.endpoints = endpoints
+        self.sleep_level = sleep_level
         self.by_folder = by_folder
         self.master_address = master_address
         self.timeout_s = timeout_s
@@ -84,12 +114,16 @@ class ServerLink:
         self.manifest: ServerManifest | None = None
         self.drained = False
         """Whether the server was taken out of service after a push that could not be completed."""
+        self.base: str | None = None
+        """The id of the push that all workers kept when they were asked last, if it is one."""
         self._boot: str | None = None
         self._group: Any = None
         self._group_id: str | None = None
         self._update: Future[None] | None = None
         self._cache_is_fresh = False
         """Whether the prefix cache was reset since the last pause."""
+        self._is_asleep = self._may_wake = False
+        """A server that sleeps may not wake up for requests before it has loaded a push."""
 
     @property
     def url(self) -> str:
@@ -119,18 +153,23 @@ class ServerLink:
         broken = next((state["broken"] for state in states if state["broken"]), None)
         if broken is not None or self.drained:
             raise PublishError(f"{self.url} is out of service ({broken or 'its last push could not be completed'}); restart it")
+        if self.sleep_level is not None:
+            if not states[0].get("sleeps"):
+                raise PublishError(f"{self.url} cannot sleep; start it with --enable-sleep-mode")
+            self._is_asleep, self._may_wake = self.endpoints.is_sleeping(), False  # also since a trainer that was killed
         if any(state["open"] for state in states):
             logger.warning("%s has an unfinished push of another trainer, which is dropped", self.url)
             self.discard()
         if not self.by_folder and (self._group is None or any(state["group_id"] != self._group_id for state in states)):
             self._connect()
+        bases = {state.get("base") for state in states}
+        self.base = bases.pop() if len(bases) == 1 else None
         assert self.manifest is not None
         return self.manifest
 
-    def _call_workers(self, method: str, kind: type[T]) -> list[T]:
-        """Call a method of all workers. Returns their answers, at least one."""
+    def _call_workers(self, method: str, kind: type[T], **arguments: Any) -> list[T]:
         try:
-            results = self.endpoints.rpc(method, timeout_s=self._deadline_s)
+            results = self.endpoints.rpc(method, timeout_s=self._deadline_s, **arguments)
         except ServerError as error:
             if self._boot is None and error.status == 500:
                 raise PublishError(f"{error}; {NEEDS_EXTENSION}") from error
@@ -220,17 +259,55 @@ class ServerLink:
         self.endpoints.rpc("ludic_discard", timeout_s=self._deadline_s)
         self.endpoints.finish_update()
 
+    def sleep(self) -> None:
+        """Have the server free its memory, except what the next push replaces at the latest. Raises
+        PublishError if the memory of the device was not freed."""
+        level = self.sleep_level
+        assert level is not None
+        before = self._call_workers("ludic_before_sleep", WorkerMemory, level=level)
+        self._is_asleep, self._may_wake = True, False
+        self.endpoints.sleep(level, timeout_s=self._deadline_s)
+        after = self._call_workers("ludic_memory", WorkerMemory)
+        for rank, (awake, asleep) in enumerate(zip(before, after, strict=True)):
+            if awake["used"] is None or asleep["used"] is None:
+                continue
+            freed = awake["used"] - asleep["used"]
+            if freed < awake["weights"]:
+                raise PublishError(
+                    f"{self.url} sleeps, and its worker {rank} has freed {freed / GIB:.2f} GiB of its device, less than its weights "
+                    f"({awake['weights'] / GIB:.2f} GiB): {asleep['used'] / GIB:.2f} GiB are in use; does another process take some?"
+                )
+            logger.info("%s sleeps at level %d: %.2f GiB freed, %.2f in use", self.url, level, freed / GIB, asleep["used"] / GIB)
+
     def pause(self) -> None:
-        """Freeze running requests, which keep the tokens sampled so far."""
+        """Freeze running requests, which keep the tokens sampled so far. A server that sleeps runs
+        none: it gets the memory of its weights again, and not yet of keys and values."""
         self._cache_is_fresh = False
-        self.endpoints.pause("keep")
+        if self._is_asleep and self.endpoints.wake_up("weights", timeout_s=self._deadline_s):
+            self._is_asleep = False  # it was only paused, and runs again
+        if not self._is_asleep:
+            self.endpoints.pause("keep")
+            return
+        for rank, worker in enumerate(self._call_workers("ludic_after_wake", WokenWorker)):
+            if changed := worker["changed"]:
+                raise PublishError(
+                    f"worker {rank} of {self.url} woke with other values in {len(changed)} tensors than it slept with, first "
+                    f"{changed[0]!r}; restart it"
+                )
 
     def resume(self) -> None:
-        """Let requests continue. The caches are reset first, if they were not since the pause;
-        if that fails, the server stays paused."""
+        """Let requests continue, or wake up. The caches are reset first, if they were not since the
+        pause; if that fails, the server stays paused or asleep."""
+        if self._is_asleep and not self._may_wake:
+            raise PublishError(f"{self.url} stays asleep, because it has not loaded the weights of this push")
         if not self._cache_is_fresh:
             self._reset_cache()
-        self.endpoints.resume()
+        if not self._is_asleep:
+            self.endpoints.resume()
+            return
+        if not self.endpoints.wake_up("kv_cache", timeout_s=self._deadline_s):
+            raise PublishError(f"{self.url} still sleeps after it was woken; restart it")
+        self._is_asleep = False
 
     def _reset_cache(self) -> None:
         self.endpoints.reset_prefix_cache()
@@ -245,6 +322,7 @@ class ServerLink:
         self.endpoints.finish_update(version, timeout_s=self._deadline_s)
         self._reset_cache()
         self.check_fingerprints(version, sent, served)
+        self._may_wake = True
 
     def check_fingerprints(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
         """Raise PublishError if the weights that were loaded last differ from `sent`, or those that
@@ -257,6 +335,11 @@ class ServerLink:
                     f"after the push of version {version}, worker {rank} of {self.url} has other values than the trainer: "
                     f"{len(wrong)} tensors arrived with other values, {len(stale)} are served with other values, first "
                     f"{(wrong + stale)[0]!r}"
+                )
+            if lost := answer.get("lost"):
+                raise PublishError(
+                    f"after the push of version {version}, worker {rank} of {self.url} lacks {len(lost)} weights that it lost in its "
+                    f"sleep and that were not pushed, first {lost[0]!r}; restart it"
                 )
 
     def drain(self) -> None:

@@ -285,7 +285,6 @@ class _Job:
 
 
 def _refuse(error: Exception, dialect: Any) -> Reply:
-    """The error as the dialect tells it."""
     if not isinstance(error, CallError):
         logger.error("the gateway failed on a call", exc_info=error)
         error = CallError(f"{type(error).__name__}: {error}", 500)

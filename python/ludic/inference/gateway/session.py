@@ -67,7 +67,7 @@ class Call:
     model: str
     """The name that the agent asked for."""
     messages: Sequence[Message]
-    """The messages after those of the parent."""
+    """The messages after the parent's."""
     answer: Message
     text: str
     """All that was sampled, as text."""

@@ -26,9 +26,10 @@ from ludic.inference.request import ChatCompletionRequest, SamplingParams, refus
 from ludic.models.images.processor import find_processor
 from ludic.models.packed_attention import pin_rope
 from ludic.models.published import copy_for_sampling, copy_streamed_weights, copy_weights
+from ludic.models.routing import Routers
 from ludic.models.sharding import is_sharded
 from ludic.models.wrappers import find_text_config, unwrap_transformer
-from ludic.types import ChatResponse, ImageSpan, TokenTrace
+from ludic.types import ChatResponse, ImageSpan, Routes, TokenTrace
 
 LogprobsMode = Literal["raw", "processed"]
 
@@ -39,8 +40,6 @@ _Result = tuple[Prompt | list[int], Sampled]
 
 @dataclass
 class _Job:
-    """One request and its future."""
-
     prompt: Dialogue | list[int]
     """Messages, or token ids."""
     sampling: SamplingParams
@@ -53,8 +52,6 @@ class _Job:
 
 @dataclass
 class _Queue:
-    """The jobs of one event loop, and the task that decodes them."""
-
     jobs: list[_Job] = field(default_factory=list)
     worker: asyncio.Task[None] | None = None
 
@@ -78,7 +75,9 @@ class LocalChatClient(CompletesBySampling):
     them; `"processed"` log-probabilities of the distribution sampled from, after penalties,
     temperature and top-p. At temperature 1 and top-p 1 both are equal. `keep_candidates=True`, with
     "processed", also returns which tokens top-p, top-k and min-p left (`TokenTrace.candidates`): a
-    trainer then computes the same distribution, and trains it.
+    trainer then computes the same distribution, and trains it. `keep_routes=True` returns which
+    experts of a mixture computed each token, for `TrainerConfig.replay_routing`: a byte for each
+    token, layer and chosen expert, or two if there are more than 256.
 
     Each distinct prompt of a batch is read once. Its keys and values are then read by all of its
     rows, without a copy for each, if the model is in float32 and its attention is `sdpa` through
@@ -104,6 +103,7 @@ class LocalChatClient(CompletesBySampling):
         dtype: torch.dtype | None = None,
         logprobs_mode: LogprobsMode = "raw",
         keep_candidates: bool = False,
+        keep_routes: bool = False,
         prefix_cache_bytes: int = 256 * 2**20,
     ) -> None:
         check_value("max_batch_size", max_batch_size, least=1)
@@ -117,6 +117,7 @@ class LocalChatClient(CompletesBySampling):
             raise ConfigError("device and dtype are of a copy of the model; set copy_model=True, or leave them out")
         pin_rope(model)
         self.model = copy_for_sampling(model, device, dtype) if copy_model else model
+        self.routers = Routers(self.model) if keep_routes else None
         self.tokenizer, self.images = tokenizer, find_processor(model)
         self.logprobs_mode, self.keep_candidates = logprobs_mode, keep_candidates
         self._prompts = PromptEncoder(tokenizer, self.images, model_name=type(unwrap_transformer(model)).__name__)
@@ -210,12 +211,14 @@ class LocalChatClient(CompletesBySampling):
             request.prompt_ids, completion.token_ids, logprobs, completion.finish_reason, request.images
         )
         trace = replace(trace, candidates=completion.candidates) if any(completion.candidates) else trace
+        if (routes := completion.routes) is not None:
+            known = routes[: len(request.prompt_ids) + len(completion.token_ids) - 1]
+            trace = replace(trace, routes=Routes(known.tobytes(), known.shape[1], known.shape[2], known.itemsize))
         return Sampled(trace, not self._eos_ids.isdisjoint(completion.token_ids[-1:]), version)
 
     async def _enqueue(
         self, prompt: Dialogue | list[int], sampling: SamplingParams, seed: int | None, images: tuple[ImageSpan, ...] = ()
     ) -> _Result:
-        """Add a job to this event loop's queue and wait for its result."""
         loop = asyncio.get_running_loop()
         if loop not in self._queues:
             for closed in [other for other in self._queues if other.is_closed()]:
@@ -229,7 +232,6 @@ class LocalChatClient(CompletesBySampling):
         return await job.result
 
     async def _serve(self, queue: _Queue) -> None:
-        """Decode batches until the queue is empty."""
         batch: list[_Job] = []
         try:
             while await _wait_for_arrivals(queue):
@@ -284,9 +286,8 @@ class LocalChatClient(CompletesBySampling):
             except Exception as error:
                 results[i] = _as_inference_error(error)
         if requests:
-            completions = decode(
-                self.model, list(requests.values()), eos_ids=self._eos_ids, pad_id=self._pad_id, prefixes=self._prefixes
-            )
+            kept: dict[str, Any] = {"prefixes": self._prefixes, "routers": self.routers}
+            completions = decode(self.model, list(requests.values()), eos_ids=self._eos_ids, pad_id=self._pad_id, **kept)
             for i, completion in zip(requests, completions, strict=True):
                 if all(map(math.isfinite, completion.logprobs)):
                     results[i] = prompts[i], self._sampled(requests[i], completion, version)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ludic.errors import InferenceError
@@ -22,6 +25,7 @@ from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.request import SamplingParams
 from ludic.models.images.rows import has_image_positions
 from ludic.models.packed_attention import find_context, first_position
+from ludic.models.routing import Routers
 from ludic.models.wrappers import evaluation_mode, unwrap_transformer
 from ludic.types import ImageSpan
 
@@ -65,6 +69,9 @@ class Completion:
     finish_reason: str = "length"
     candidates: list[list[int]] = field(default_factory=list)
     """If they are kept: of each token the ids that it was sampled among, [] for all."""
+    routes: NDArray[Any] | None = None
+    """[R, L, K] if they are kept: the experts of the tokens that the model read, prompt included;
+    the last sampled token may not be among them."""
 
 
 @dataclass(frozen=True)
@@ -109,35 +116,31 @@ def decode(
     eos_ids: frozenset[int],
     pad_id: int,
     prefixes: PrefixCache | None = None,
+    routers: Routers | None = None,
 ) -> list[Completion]:
     """Continue every request until its end token, its stop string or its limit.
 
     The model runs in evaluation mode and without gradients; the mode of each module is restored
     afterwards. With `prefixes`, a request of an episode reuses the keys and values of its earlier
-    turns. A model with a processor draws no placeholders.
+    turns. A model with a processor draws no placeholders. With `routers`, completions have the
+    experts of their tokens.
     """
     from ludic.inference.local.row_cache import shareable_attention
 
     # Tensors of inference mode could not be used in a later backward pass.
     with evaluation_mode(model), torch.no_grad(), shareable_attention(model):
-        has_images, has_episodes = any(r.images for r in requests), any(r.episode for r in requests)
-        if prefixes is not None and (has_images or has_episodes):
-            prefixes.clear_if_changed(model)
-        images = BatchImages(model, prefixes) if has_images else None
-        if prefixes is None or not has_episodes:
-            decoded = _Decoding(model, requests, eos_ids, pad_id, images=images).run()
-            if prefixes is not None and has_images:
-                prefixes.shrink()
-            return decoded
+        images = BatchImages(model, prefixes) if any(request.images for request in requests) else None
+        if prefixes is None or (images is None and not any(request.episode for request in requests)):
+            return _Decoding(model, requests, eos_ids, pad_id, images=images, routers=routers).run()
+        prefixes.clear_if_changed(model)
         matches = [_find_match(prefixes, request, images) for request in requests]
         completions: dict[int, Completion] = {}
         for has_prefix in (False, True):
             rows = [i for i, match in enumerate(matches) if (match is not None) == has_prefix]
             if rows:
                 row_requests, row_matches = [requests[i] for i in rows], [match for i in rows if (match := matches[i])]
-                decoding = _Decoding(
-                    model, row_requests, eos_ids, pad_id, row_matches, images=images, snapshot_bytes=prefixes.max_bytes
-                )
+                kept: dict[str, Any] = {"images": images, "snapshot_bytes": prefixes.max_bytes, "routers": routers}
+                decoding = _Decoding(model, row_requests, eos_ids, pad_id, row_matches, **kept)
                 completions.update(zip(rows, decoding.run(), strict=True))
                 for episode, prefix in decoding.prefixes():
                     prefixes.add(episode, prefix)
@@ -177,11 +180,19 @@ class _Decoding:
         *,
         images: BatchImages | None = None,
         snapshot_bytes: int = 0,
+        routers: Routers | None = None,
     ) -> None:
         """`matches` are the cached prefixes of all prompts, or empty. `images`: of a batch that has
         some. `snapshot_bytes` limits the caches that are kept for `prefixes`."""
         self.model, self.requests, self.images, self.snapshot_bytes = model, requests, images, snapshot_bytes
         self.keywords = _forward_keywords(model)
+        self.routers = routers
+        self.routed: list[NDArray[Any]] = []
+        """[N, T, L, K] experts of what each pass read since the last `_collect_drawn`."""
+        self.routes: list[list[NDArray[Any]]] = [[] for _ in requests]
+        """The experts of each request's tokens so far, in parts."""
+        for parts, match in zip(self.routes, matches, strict=False):
+            parts += [] if match.prefix.routes is None else [match.prefix.routes[: match.length]]
         self.device = next(model.parameters()).device
         self.results = [Completion() for _ in requests]
         self.rows = list(range(len(requests)))
@@ -260,7 +271,11 @@ class _Decoding:
             if len(self.rows) - num_alive >= max(1, len(self.rows) / (8 if self.has_row_cache else 2)):
                 alive = self._compact(alive, step)
         self._collect_drawn()
-        return [self._cut_after_end(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
+        completions = [self._cut_after_end(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
+        if self.routers is not None:
+            for completion, prompt, parts in zip(completions, self.prompts, self.routes, strict=True):
+                completion.routes = np.concatenate(parts)[: len(prompt) + len(completion.token_ids)]
+        return completions
 
     def prefixes(self) -> Iterator[tuple[Episode, Prefix]]:
         """After `run`: the tokens of each episode's dialogue whose keys and values are cached."""
@@ -269,7 +284,8 @@ class _Decoding:
                 request = self.requests[row]
                 if request.episode is not None:
                     ids = [*self.prompts[row], *self.results[row].token_ids[:num_sampled]]
-                    yield request.episode, Prefix(snapshot, i, ids)
+                    routes = self.results[row].routes
+                    yield request.episode, Prefix(snapshot, i, ids, None if routes is None else routes[: len(ids)])
 
     def _forward(self) -> Tensor:
         """Logits [N, V] of each row's next token, float32."""
@@ -283,7 +299,11 @@ class _Decoding:
         arguments = {name: value for name, value in arguments.items() if name in self.keywords}
         if self.images is not None:
             arguments |= self.images.keywords(self.ids, self.features)
-        output = self._run_model(arguments)
+        with nullcontext() if self.routers is None else self.routers.running() as seen:
+            output = self._run_model(arguments)
+        if self.routers is not None and seen is not None:
+            experts = seen.indices().to(self.routers.dtype).cpu().numpy()
+            self.routed.append(experts.reshape(*self.ids.shape, -1, self.routers.top_k))
         self.cache, self.features = getattr(output, "past_key_values", None), []
         if self.positions is not None:  # of the next token: [[0, 0, 1, 1]] -> [[2]]
             self.positions = (self.positions.amax(dim=(0, 2)) + 1)[None, :, None].expand(len(self.positions), -1, 1)
@@ -313,6 +333,11 @@ class _Decoding:
 
         with record_reads() as reads:
             logits = self._forward()
+        if self.routed:
+            experts = self.routed.pop()
+            for row, prompt in enumerate(self.prompt_of_row.tolist()):
+                own = len(self.prompts[row]) - sum(map(len, self.routes[row]))
+                self.routes[row].append(experts[prompt, experts.shape[1] - own :])
         if is_plain(self.cache, self.device):
             tokens_saved = (len(self.rows) - len(logits)) * self.cache.get_seq_length()
             share = tokens_saved >= LEAST_SHARED_TOKENS and reads.are_of(self.cache)
@@ -335,6 +360,11 @@ class _Decoding:
             result.logprobs += logps
             result.drawn_logprobs += drawn
         self.drawn.clear()
+        if self.routed:
+            experts = np.concatenate([read[:, -1:] for read in self.routed], axis=1)
+            for row, read in zip(self.rows, experts, strict=True):
+                self.routes[row].append(read)
+            self.routed.clear()
 
     def _compact(self, alive: Tensor, num_sampled: int) -> Tensor:
         """Keep only the rows that are alive. The cache holds `num_sampled` sampled tokens.
@@ -366,7 +396,6 @@ class _Decoding:
             self.snapshots.append((snapshot, [self.rows[i] for i in places.tolist()], num_sampled))
 
     def _end_at_stop_strings(self, alive: Tensor) -> Tensor:
-        """End the rows whose text now contains a stop string."""
         self._collect_drawn()
         still_alive = alive.tolist()
         for i, row in enumerate(self.rows):

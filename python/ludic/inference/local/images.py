@@ -35,7 +35,7 @@ class BatchImages:
     """The images of one batch, for a model with a processor."""
 
     def __init__(self, model: nn.Module, known: PrefixCache | None) -> None:
-        """`known` has numbers and features of earlier batches."""
+        """`known` has numbers and features of earlier batches, and is cleared in place."""
         processor = find_processor(model)
         assert processor is not None
         self._model, self._processor = model, processor

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ludic.inference.client import Episode
@@ -56,6 +57,8 @@ class Prefix:
     ids: list[int]
     """[K] the tokens in the row's first K columns without padding. Those of images are keyed
     (`models.images.rows`)."""
+    routes: NDArray[Any] | None = None
+    """[K, L, k] the experts of these tokens, if they are kept."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,6 @@ def weights_fingerprint(model: nn.Module) -> object:
 
 
 def _active_adapters(model: nn.Module) -> list[tuple[object, ...]]:
-    """The state of each PEFT layer."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return []

@@ -19,6 +19,7 @@ from ludic.errors import ConfigError, DataError, InferenceError, check_value
 from ludic.event_loop import run_in_thread
 from ludic.inference.local.decode import Bounds
 from ludic.inference.local.images import BatchImages
+from ludic.inference.prompts.images import check_spans
 from ludic.inference.prompts.template import encode_text, reads_same_ids
 from ludic.inference.reward_types import (
     ImageTokens,
@@ -75,8 +76,7 @@ class LocalRewardModel:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._budget, self._add_special_tokens = micro_token_budget, add_special_tokens
         self._body, self._head = _body_and_head(model)
-        processor = find_processor(model)
-        self._placeholder_id = -1 if processor is None else processor.placeholder_id
+        self._images = find_processor(model)
         self._busy = threading.Lock()
         """Held while sequences are scored and while weights are copied."""
         self._version = 0
@@ -96,7 +96,7 @@ class LocalRewardModel:
     @property
     def reads_images(self) -> bool:
         """Whether it scores `ImageTokens`."""
-        return self._head is not None and find_processor(self.model) is not None
+        return self._head is not None and self._images is not None
 
     async def score_batch(
         self,
@@ -164,6 +164,7 @@ class LocalRewardModel:
         sequences = self._token_ids(inputs)
         self._check_sequences(sequences, pooling)
         spans = [each.images if isinstance(each, ImageTokens) else () for each in inputs]
+        placeholder_id = -1 if self._images is None else self._images.placeholder_id
         if not sequences:
             return torch.zeros(0, n_labels)
         lengths = np.fromiter((len(ids) for ids in sequences), dtype=np.int32, count=len(sequences))
@@ -173,7 +174,7 @@ class LocalRewardModel:
             with self._busy, evaluation_mode(self.model), torch.no_grad():
                 features = self._encode_images(sequences, spans)
                 for rows in plan.to_lists():
-                    images = RowImages(self._placeholder_id, [spans[row] for row in rows], None, features)
+                    images = RowImages(placeholder_id, [spans[row] for row in rows], None, features)
                     scored = self._forward([sequences[row] for row in rows], pooling, images)
                     logits.update(zip(rows, scored.float().cpu(), strict=True))
         except RuntimeError as error:
@@ -185,19 +186,18 @@ class LocalRewardModel:
     def _encode_images(self, sequences: Sequence[Sequence[int]], spans: Sequence[tuple[ImageSpan, ...]]) -> dict[str, Features]:
         """The features of each image. Raises DataError for a sequence with other tokens of images
         than its images have here."""
-        if (processor := find_processor(self.model)) is None:
+        if (processor := self._images) is None:
             return {}
         digests = list(dict.fromkeys(span.digest for each in spans for span in each))
         if digests:
             check_images(self.model, processor)
         for index, (ids, images) in enumerate(zip(sequences, spans, strict=True)):
             processor.check_count(len(images))
-            given = sum(token == processor.placeholder_id for token in ids)
-            if given != (needed := sum(processor.process(span.digest).num_placeholders for span in images)):
-                raise DataError(
-                    f"sequence {index} has {given} tokens of images, and its {len(images)} images have {needed} for {self.name}; "
-                    "use the processor and the images.max_pixels that the policy has"
-                )
+            try:
+                check_spans(ids, images, processor, self.name)
+            except ConfigError as error:
+                remedy = f"use the processor and the images.max_pixels of the policy for {self.name}"
+                raise DataError(f"sequence {index}: {error}; {remedy}") from error
         return dict(zip(digests, BatchImages(self.model, None).encode(digests), strict=True))
 
     def _forward(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None, images: RowImages) -> Tensor:

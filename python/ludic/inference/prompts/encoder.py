@@ -200,7 +200,7 @@ class PromptEncoder:
         prompt_ids, ids, logps = (
             stored(trace, name) for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
         )
-        kept = TokenTrace(prompt_ids, ids, logps, reason, trace.candidates, prompt.images)
+        kept = TokenTrace(prompt_ids, ids, logps, reason, trace.candidates, prompt.images, trace.routes)
         answer = Answer(text, message, kept, whole, stop, sampled.ended)
         turn = self.remember(prompt, answer, episode) if remembers else None
         return answer if turn is None else replace(answer, trace=turn.hold(kept))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError, DataError
+from ludic.images import PROCESSOR
 from ludic.images.content import intern_messages, list_image_parts
 from ludic.types import ImageSpan, Message
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 _MULTIMODAL = re.compile(r"(image|video|audio|vision|boi|eoi)\w*_token$")
 """Names of a processor's tokens, such as `fake_image_token`."""
+
+
+def find_processor(tokenizer: Any) -> ImageProcessor | None:
+    """The processor of images that was attached to the model with this tokenizer; None for a model
+    that reads text alone."""
+    return getattr(tokenizer, PROCESSOR, None)
 
 
 def intern_given(messages: Sequence[Message], images: ImageProcessor | None, model_name: str) -> Sequence[Message]:

@@ -51,7 +51,8 @@ class Turn:
         """The trace of this turn in its memory."""
         at, logps = len(self.ids) - len(stored(trace, "completion_token_ids")), stored(trace, "completion_logprobs")
         prompt, completion = self.ids[:at], self.ids[at:]
-        return TokenTrace(prompt, completion, logps, trace.finish_reason, trace.candidates, self.images)  # type: ignore[arg-type]
+        facts = (trace.finish_reason, trace.candidates, self.images, trace.routes)
+        return TokenTrace(prompt, completion, logps, *facts)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,6 @@ class Transcript:
         return None
 
     def _explain(self, keys: Sequence[bytes], messages: Sequence[Message]) -> str:
-        """Why the prompt continues no turn."""
         last = next(reversed(self.turns.values()), None)
         if last is None or not any(message.get("role") == "assistant" for message in messages):
             return "root"

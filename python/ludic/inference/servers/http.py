@@ -96,6 +96,7 @@ class RequestOptions(TypedDict, total=False):
     """Keywords of `Http.request`."""
 
     json: Any
+    content: bytes | None
     params: Mapping[str, str] | None
     headers: Mapping[str, str] | None
     timeout_s: Required[float]
@@ -142,9 +143,9 @@ class Http(AsyncClosing):
 
         json, timeout_s, headers = options.get("json"), options["timeout_s"], options.get("headers") or {}
         _check_address(url, {**self.headers, **headers})
-        content = None if json is None else _encode(json, url)
+        content, kind = (options.get("content"), "octet-stream") if json is None else (_encode(json, url), "json")
         all_headers = {**self.headers, **_lower_names(headers), "accept-encoding": "identity"}
-        all_headers |= {"content-type": "application/json"} if content is not None else {}
+        all_headers |= {"content-type": f"application/{kind}"} if content is not None else {}
         all_headers |= {"connection": "close"} if not self._keepalive_s else {}
         connect_timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
         try:
@@ -334,12 +335,13 @@ class ServerCalls:
         path: str,
         *,
         json: Mapping[str, Any] | None = None,
+        content: bytes | None = None,
         params: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         answer: type[T] | None = None,
     ) -> T:
-        """Make a call and return the response as JSON of the type `answer`. Without a type, return
-        any JSON, or the text if it is not JSON.
+        """Make a call, with a body of JSON or `content`, and return the response as JSON of the
+        type `answer`. Without a type, return any JSON, or the text if it is not JSON.
 
         Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for
         JSON of another type.
@@ -349,11 +351,12 @@ class ServerCalls:
             deadline_s = min(deadline_s, self.ends_at - time.monotonic())
             if deadline_s <= 0:
                 raise ServerTimeoutError(f"{self.url}{path} was not called: the time for this server is over")
-        body = None if method == "get" else dict(json or {})
+        body = None if method == "get" or content is not None else dict(json or {})
         response = self._http.request(
             method.upper(),
             f"{self.url}{path}",
             json=body,
+            content=content,
             params=params,
             headers=secret_headers(self.url),
             timeout_s=deadline_s,

@@ -90,7 +90,6 @@ class OpenAIChatClient(AsyncClosing):
         await self._http.aclose()
 
     def _arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
-        """Keywords of `chat.completions.create`."""
         arguments = chat_fields(replace(request, chat_template_kwargs={**self._template_kwargs, **request.chat_template_kwargs}))
         if request.return_.return_chosen_logprobs:
             arguments["logprobs"] = True
@@ -101,7 +100,6 @@ class OpenAIChatClient(AsyncClosing):
         return arguments
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> HttpResponse:
-        """The response at a path below `base_url`, with retries."""
         timeout_s = self._retries.timeout_s
 
         async def attempt() -> HttpResponse:
@@ -132,8 +130,6 @@ class _Choice(Struct):
 
 
 class _Completion(Struct):
-    """The fields of a response of `/chat/completions` without token ids that are read."""
-
     choices: Annotated[list[_Choice], Meta(min_length=1)]
 
     def response(self, base_url: str) -> ChatResponse:

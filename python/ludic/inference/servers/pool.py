@@ -1,5 +1,5 @@
-"""Several servers of one model behind one client: each request goes to the least loaded server, and
-moves to another one when its server dies.
+"""Several servers of one model behind one client: each request goes to the server that its
+`routing` chooses, and moves to another one when its server dies.
 
 A server that holds requests without answering while others answer is probed, and its requests are
 cancelled if it fails the probe.
@@ -11,14 +11,15 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ludic.errors import ConfigError, DataError, EngineDeadError, InferenceError, ServerError, ServerUnreachableError, check_value
 from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
-from ludic.inference.servers.http import Http, HttpResponse
+from ludic.inference.servers.routing import Routing, make_router
+from ludic.inference.servers.server import Server
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,6 +28,8 @@ REFUSED_STATUS = frozenset({400, 413, 422})
 """Of a response to input that a server does not take."""
 REST_S = 30.0
 """How long a drained server is left alone before it is probed."""
+HOLD_S = 0.1
+"""How often a call that is held back looks for a server that is not full."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Restarts:
 
 
 class ServerPool:
-    """Sends each call to the live server with the fewest calls in flight.
+    """Sends each call to a live server: by default the one with the fewest calls in flight, else by
+    `routing`. With `max_kv_use`, the share of a server's KV cache above which it gets no more
+    calls, a call waits while all live servers are full (`KVLimit`).
 
     An unreachable server, or one whose engine is dead, is drained: it gets no more requests, and
     its requests move to the others. After `rest_s` it is probed with `probe`, and takes requests
@@ -68,6 +73,8 @@ class ServerPool:
         progress: Callable[[Server], Awaitable[float | None]] | None = None,
         rest_s: float = REST_S,
         silence_s: float | None = None,
+        routing: Routing = "least_busy",
+        max_kv_use: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not servers:
@@ -77,7 +84,13 @@ class ServerPool:
         self.servers = list(servers)
         self.moved = 0
         """Calls that were retried on another server."""
+        self.held = 0
+        """Calls that waited for room in a KV cache."""
         self.restarts: Restarts | None = None
+        self.router = make_router(routing)
+        check_value("max_kv_use", max_kv_use, "None sets no limit", above=0, most=1, optional=True)
+        for server in servers:
+            server.kv.most = max_kv_use
         self._probe, self._progress, self._rest_s, self._clock = probe, progress, rest_s, clock
         self._hang_detector = None if silence_s is None else HangDetector(self.servers, silence_s, self._check_alive, clock=clock)
         self._probes: dict[Server, asyncio.Task[None]] = {}
@@ -86,9 +99,12 @@ class ServerPool:
     def live(self) -> list[Server]:
         return [server for server in self.servers if server.drained is None]
 
-    async def send(self, call: Callable[[Server], Awaitable[T]]) -> T:
-        """Return what `call` returns at the first server that stays alive during it."""
+    async def send(self, call: Callable[[Server], Awaitable[T]], prompt: Callable[[], Sequence[bytes]] = tuple) -> T:
+        """Return what `call` returns at the first server that stays alive during it. `prompt` makes
+        the keys of its prompt (`block_keys`), if `routing` needs them."""
         retried: set[str] = set()
+        is_held = False
+        keys = prompt() if self.router.reads_prompts and len(self.servers) > 1 else ()
         while True:
             self._probe_rested_servers()
             if self.restarts is not None and not self.live:
@@ -96,12 +112,20 @@ class ServerPool:
                     raise EngineDeadError(end)
                 await asyncio.sleep(self.restarts.look_s)
                 continue
-            server = self._least_loaded()
+            if (server := self._choose(keys)) is None:
+                self.held, is_held = self.held + (not is_held), True
+                await asyncio.sleep(HOLD_S)
+                continue
             server.in_flight += 1
             server.requests += 1
+            self.router.record(server, keys)
             try:
                 async with self._watch(server):
-                    return await call(server)
+                    answer = await call(server)
+                server.kv.record_answer()
+                if server.drained is None:
+                    self.router.record(server, keys)  # again: a push may have emptied its cache
+                return answer
             except (EngineDeadError, ServerUnreachableError) as error:
                 server.failures += 1
                 if self.restarts is not None:
@@ -145,6 +169,7 @@ class ServerPool:
         if (len(self.servers) == 1 and self.restarts is None) or server.drained is not None:
             return
         server.drained, server.drained_at = why, self._clock()
+        self.router.forget(server)
         logger.warning("%s gets no more requests: %s; %d servers are left", server.url, why, len(self.live))
 
     def drain_lost(self, urls: Collection[str]) -> None:
@@ -171,12 +196,12 @@ class ServerPool:
         return True
 
     def counts(self) -> dict[str, int]:
-        """`requests/<url>` and `failures/<url>` of each server, and the totals `moved` and
+        """`requests/<url>` and `failures/<url>` of each server, and the totals `moved`, `held` and
         `live`."""
         per_server = {
             f"{name}/{server.url}": getattr(server, name) for server in self.servers for name in ("requests", "failures")
         }
-        return {**per_server, "moved": self.moved, "live": len(self.live)}
+        return {**per_server, "moved": self.moved, "held": self.held, "live": len(self.live)}
 
     async def aclose(self) -> None:
         """Stop probing and close the connections of the running event loop."""
@@ -213,12 +238,14 @@ class ServerPool:
     async def _read_progress(self, server: Server) -> float | None:
         return None if self._progress is None else await self._progress(server)
 
-    def _least_loaded(self) -> Server:
+    def _choose(self, keys: Sequence[bytes]) -> Server | None:
+        """The server for a prompt; None while all live ones are full."""
         live = self.live
         if not live:
             reasons = "; ".join(f"{server.url}: {server.drained}" for server in self.servers)
             raise EngineDeadError(f"no server is left ({reasons}); start them again")
-        return min(live, key=lambda server: (server.in_flight, server.requests))
+        is_open = [server for server in live if server.has_room()]
+        return self.router.choose(is_open, keys) if is_open else None
 
     def _probe_rested_servers(self) -> None:
         """Start a background probe of each drained server that has rested and is not being probed
@@ -329,64 +356,3 @@ class HangDetector:
             for other, others in self._calls.items()
             if other is not server and other.drained is None
         )
-
-
-PROBE_TIMEOUT_S = 30.0
-
-
-@dataclass(eq=False)
-class Server:
-    """One address, and the counts of requests sent to it."""
-
-    url: str
-    """Without `/v1`."""
-    api_key: str = field(default="local", repr=False)
-    timeout_s: float = 600.0
-    headers: dict[str, str] = field(default_factory=dict, repr=False)
-    """Sent with every request, in addition to the key."""
-    in_flight: int = 0
-    requests: int = 0
-    """Requests that were sent here, including those that moved here from another server."""
-    failures: int = 0
-    """Requests that failed because the server was dead or unreachable."""
-    drained: str | None = None
-    """Why it gets no requests; None while it does."""
-    drained_at: float = 0.0
-    _connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Http] = field(
-        default_factory=weakref.WeakKeyDictionary, repr=False
-    )
-
-    @property
-    def request_headers(self) -> dict[str, str]:
-        """Headers of every request, the key included."""
-        return {"Authorization": f"Bearer {self.api_key}", **self.headers}
-
-    def http(self) -> Http:
-        """The connections of the running event loop: they belong to the loop that opened them."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._connections:
-            self._connections[loop] = Http(self.request_headers)
-        return self._connections[loop]
-
-    async def get(self, path: str) -> HttpResponse:
-        """The response at a path from the server's root, within `timeout_s`. Raises
-        InferenceError unless the status is 2xx."""
-        return (await self.http().request("GET", f"{self.url}{path}", timeout_s=self.timeout_s)).raise_for_status()
-
-    async def post(
-        self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None, timeout_s: float | None = None
-    ) -> HttpResponse:
-        """The response to a JSON body. Raises like `get`."""
-        deadline_s = self.timeout_s if timeout_s is None else timeout_s
-        response = await self.http().request("POST", f"{self.url}{path}", json=body, headers=headers, timeout_s=deadline_s)
-        return response.raise_for_status()
-
-    async def probe(self, path: str, body: dict[str, Any]) -> None:
-        """Post with a short deadline; raises the error if that fails."""
-        await self.post(path, body, timeout_s=PROBE_TIMEOUT_S)
-
-    async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
-        http = self._connections.pop(asyncio.get_running_loop(), None)
-        if http is not None:
-            await http.aclose()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import CompletesBySampling, Publisher, PushTarget, Sampled, Weights
 from ludic.inference.prompts.encoder import PromptEncoder
-from ludic.inference.prompts.images import check_spans
+from ludic.inference.prompts.images import check_spans, find_processor
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import RetryPolicy
@@ -17,6 +17,7 @@ from ludic.inference.servers.http import AsyncClosing
 from ludic.inference.servers.openai_client import open_client
 from ludic.inference.servers.pool import Restarts
 from ludic.inference.servers.prompt_clipping import PromptClipper
+from ludic.inference.servers.routing import Routing
 from ludic.inference.vllm.completions import (
     ChatCompletions,
     Completion,
@@ -31,9 +32,6 @@ from ludic.inference.vllm.requests import ContextRoom, TokenRequest, extension_f
 from ludic.inference.vllm.responses import ResponseReader
 from ludic.inference.vllm.servers import VLLMServers, server_url
 from ludic.types import ImageSpan
-
-if TYPE_CHECKING:
-    from ludic.models.images.processor import ImageProcessor
 
 RESET_TIMEOUT_S = 60.0
 
@@ -54,9 +52,11 @@ class VLLMChatClient(CompletesBySampling, PushTarget, AsyncClosing):
     and aborted requests are retried up to `max_retries` times; sampling changes nothing on the
     server. A dead engine raises EngineDeadError immediately.
 
-    With several servers (`urls`) each request goes to the least loaded one. A dead server is
-    drained and its requests move to the others. So is one that hangs: it has answered nothing for
-    `silence_s` while others answer or are idle, it fails a probe, and it makes no progress.
+    With several servers (`urls`) each request goes to the least busy one, or, with the `routing`
+    "session" or "prefix", to one that has cached its prompt. Requests wait here while a server
+    reports that it uses more than `max_kv_use` of its KV cache. A dead server is drained and its
+    requests move to the others. So is one that hangs: it has answered nothing for `silence_s` while
+    others answer or are idle, it fails a probe, and it makes no progress.
 
     Invalid settings raise ConfigError before anything is sent. So do a prompt and `max_tokens` that
     do not fit into the server's context, because the server would silently clip `max_tokens`; with
@@ -72,9 +72,9 @@ class VLLMChatClient(CompletesBySampling, PushTarget, AsyncClosing):
     no limit. `client_tag` marks this client's requests. `shared_server_settings` reads both from a
     launcher's environment variables.
 
-    `images` is the processor of a model that sees them (`find_processor` of the policy). The token
-    endpoint then gets a prompt with one marker for each image, and the bytes of an image once a
-    server; it must read the ids that were encoded here.
+    With the `tokenizer` of a model that sees images (`find_processor(model).tokenizer`) the token
+    endpoint gets a prompt with one marker for each image, and the bytes of an image once a server;
+    it must read the ids that were encoded here.
 
     Responses are checked before they are returned: types, a log-probability of at most 0 for each
     token, at most `max_tokens` tokens, and ids below `vocab_size`, the policy's, if given.
@@ -108,7 +108,8 @@ class VLLMChatClient(CompletesBySampling, PushTarget, AsyncClosing):
         allow_unknown_fields: bool = False,
         publisher_settings: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
-        images: ImageProcessor | None = None,
+        routing: Routing = "least_busy",
+        max_kv_use: float | None = 0.9,
     ) -> None:
         addresses = [server_url(url) for url in urls] if urls is not None else [server_url(host, port)]
         tag = None if client_tag is None else ClientTag(client_tag, client_tag_policy)
@@ -126,10 +127,12 @@ class VLLMChatClient(CompletesBySampling, PushTarget, AsyncClosing):
             headers=extra_headers or {},
             silence_s=silence_s,
             connection_timeout_s=connection_timeout_s,
+            routing=routing,
+            max_kv_use=max_kv_use,
         )
         self._settings.room.lengths.update(self._servers.context_lengths)
-        self.tokenizer, self.images = tokenizer, images
-        tokens = None if tokenizer is None else PromptEncoder(tokenizer, images)
+        self.tokenizer, self.images = tokenizer, find_processor(tokenizer)
+        tokens = None if tokenizer is None else PromptEncoder(tokenizer, self.images)
         self._token_completions = TokenCompletions(self._servers, self._settings, tokens)
         self._completions = (
             ChatCompletions(self._servers, self._settings)
@@ -221,7 +224,7 @@ class VLLMChatClient(CompletesBySampling, PushTarget, AsyncClosing):
     def served_names(self) -> dict[str, str]:
         """Requested model -> name under which its newest weights are served, such as the name of
         the newest adapter."""
-        return self._settings.served_names
+        return self._servers.served_names
 
     @property
     def prompts_clipped(self) -> int:
@@ -262,11 +265,13 @@ class VLLMChatClient(CompletesBySampling, PushTarget, AsyncClosing):
 
     def require_version(self, version: int) -> None:
         """Take answers of this version and later ones from now on (`follow_restarts`)."""
-        self._servers.version = version
+        if version != self._servers.version:
+            self._servers.version = version
+            self._servers.pool.router.forget()
 
-    async def has_version(self, version: int) -> bool:
-        """Whether a server has this version of the weights, or a later one."""
-        return await self._servers.has_version(version)
+    async def has_version(self, version: int, adapters: str = "") -> bool:
+        """Whether a server has this version or a later one, which may be `<adapters>@<version>`."""
+        return await self._servers.has_version(version, adapters)
 
     def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
         """Called after a push: `version` is served now, and the servers at the URLs `lost` get no

@@ -4,7 +4,7 @@ sent as token ids."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.errors import InferenceError, ServerError
@@ -15,12 +15,14 @@ from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.prompts.images import shorten_prompt
 from ludic.inference.prompts.template import Dialogue
+from ludic.inference.prompts.transcript import message_keys
 from ludic.inference.request import ChatCompletionRequest, request_body
 from ludic.inference.servers.answers import version_number
 from ludic.inference.servers.errors import is_missing_endpoint
 from ludic.inference.servers.http import HttpResponse
-from ludic.inference.servers.pool import Server
 from ludic.inference.servers.prompt_clipping import PromptClipper
+from ludic.inference.servers.routing import block_keys
+from ludic.inference.servers.server import Server
 from ludic.inference.vllm.images import SentImages
 from ludic.inference.vllm.in_server.think_limits import respects_limit
 from ludic.inference.vllm.requests import (
@@ -32,7 +34,7 @@ from ludic.inference.vllm.requests import (
     check_fields,
     extension_fields,
 )
-from ludic.inference.vllm.responses import ResponseReader, SampledTokens, read_chat_response
+from ludic.inference.vllm.responses import ResponseReader, SampledTokens, WeightSpan, read_chat_response
 from ludic.inference.vllm.servers import CHAT, COMPLETIONS, GENERATE, VLLMServers
 from ludic.types import ChatResponse, TokenTrace
 
@@ -48,8 +50,6 @@ class CompletionSettings:
     reader: ResponseReader
     clipper: PromptClipper | None
     allow_unknown_fields: bool
-    served_names: dict[str, str] = field(default_factory=dict)
-    """Requested model -> name under which its newest weights are served."""
 
 
 class ChatCompletions:
@@ -64,7 +64,7 @@ class ChatCompletions:
         if not settings.allow_unknown_fields:
             check_fields(extension_fields(request.extensions), CHAT_FIELDS)
         sent = chat_arguments(request)
-        sent["model"] = settings.served_names.get(request.model, request.model)
+        sent["model"] = self._servers.served_names.get(request.model, request.model)
         if settings.clipper is not None:
             sent["messages"] = settings.clipper(request.messages)
         if tag is not None:
@@ -79,7 +79,9 @@ class ChatCompletions:
             settings.room.check_completion(request.model, response, request.sampling.max_tokens)
             return response, payload
 
-        (response, payload), version = await self._servers.send(call, reports_version=False)
+        (response, payload), version = await self._servers.send(
+            call, reports_version=False, prompt=lambda: message_keys(Dialogue.of(request))
+        )
         return response, {"raw_response": payload, "used_args": sent, "policy_version": version}
 
 
@@ -100,9 +102,8 @@ class TokenCompletions:
         """One continuation, and an info with `policy_version`, `used_args` without the prompt, and
         `weight_versions` if the server reports them."""
         sampling = self._settings.room.fit(request.model, request.prompt_ids, request.sampling)
-        model = self._settings.served_names.get(request.model, request.model)
         ends = () if self._tokens is None else self._tokens.extra_end_ids
-        request = replace(request, model=model, sampling=sampling, stop_token_ids=ends)
+        request = replace(request, sampling=sampling, stop_token_ids=ends)
         if (images := self.images) is not None:
             short = shorten_prompt(request.prompt_ids, request.images, images) if request.images else ()
             request = replace(request, short_ids=short, banned_ids=images.banned_ids)
@@ -113,15 +114,24 @@ class TokenCompletions:
         async def call(server: Server) -> SampledTokens:
             least = self._servers.version
             headers = None if tag is None else tag.headers()
-            if self._sent_images is not None and request.images:
-                answer = await self._sent_images.post(server, generate, [span.digest for span in request.images], headers)
-            else:
-                answer = await self._post(server, generate, completions, headers)
+
+            async def ask(model: str) -> HttpResponse:
+                generate["model"] = completions["model"] = model
+                if self._sent_images is not None and request.images:
+                    return await self._sent_images.post(server, generate, [span.digest for span in request.images], headers)
+                return await self._post(server, generate, completions, headers)
+
+            answer, of_adapter = await self._servers.ask_newest(server, request.model, ask)
             sampled = self._settings.reader.read_tokens(answer, request)
+            if of_adapter is not None:  # the server's own version is of its base model
+                sampled = replace(sampled, weight_versions=[WeightSpan(version=of_adapter, start=0, end=len(sampled.token_ids))])
             self._servers.check_served(server, sampled.weight_versions, least)
             return sampled
 
-        sampled, version = await self._servers.send(call, reports_version=not self.without_generate)
+        def keys() -> list[bytes]:
+            return block_keys(request.prompt_ids, self._servers.served_names.get(request.model, request.model))
+
+        sampled, version = await self._servers.send(call, reports_version=not self.without_generate, prompt=keys)
         numbers = [version_number(span["version"]) for span in sampled.weight_versions]
         versions = [number for number in numbers if number is not None]
         info: dict[str, Any] = {"policy_version": min(versions) if versions else version}
@@ -148,6 +158,7 @@ class TokenCompletions:
 def make_sampled(request: TokenRequest, sampled: SampledTokens, info: Mapping[str, Any]) -> Sampled:
     """The tokens as clients return them, with the versions of the `info` of `TokenCompletions`."""
     trace = TokenTrace.from_arrays(request.prompt_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason, request.images)
+    trace = trace if sampled.routes is None else replace(trace, routes=sampled.routes)
     return Sampled(trace, sampled.ended_by_token, info["policy_version"], info.get("weight_versions", ()))
 
 

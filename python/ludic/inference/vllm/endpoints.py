@@ -6,8 +6,10 @@ that ludic starts also require their secret, which is sent with each call.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from msgspec import Struct
 
@@ -15,15 +17,19 @@ from ludic.errors import InferenceError, ServerError
 from ludic.inference.servers.answers import ModelList, WeightInfo
 from ludic.inference.servers.errors import is_missing_endpoint
 from ludic.inference.servers.http import ServerCalls
-
-NEEDS_ADAPTERS = (
-    "the server needs --enable-lora, a --max-lora-rank that is large enough and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and must see the "
-    "folder under the same path"
-)
+from ludic.inference.vllm.in_server.adapter_uploads import UPLOADS
 
 
 class _PauseState(Struct):
     is_paused: bool
+
+
+class _SleepState(Struct):
+    is_sleeping: bool
+
+
+class _WakeState(Struct):
+    status: str
 
 
 class _WorldSize(Struct):
@@ -54,6 +60,20 @@ class VllmEndpoints(ServerCalls):
 
     def is_paused(self) -> bool:
         return self.call("get", "/is_paused", answer=_PauseState).is_paused
+
+    def sleep(self, level: int, *, timeout_s: float | None = None) -> None:
+        """Abort running requests and free the memory of weights and of keys and values. Level 1
+        keeps the weights in host memory, level 2 drops them. New requests wait."""
+        self.call("post", "/sleep", params={"level": str(level), "mode": "abort"}, timeout_s=timeout_s)
+
+    def wake_up(self, tag: str, *, timeout_s: float | None = None) -> bool:
+        """Take memory for `weights` or for `kv_cache` again. Returns whether the server has both
+        and answers requests."""
+        return self.call("post", "/wake_up", params={"tags": tag}, timeout_s=timeout_s, answer=_WakeState).status == "awake"
+
+    def is_sleeping(self) -> bool:
+        """Whether it lacks some of its memory, or is paused."""
+        return self.call("get", "/is_sleeping", answer=_SleepState).is_sleeping
 
     def world_size(self) -> int:
         """The number of workers that receive weights."""
@@ -111,11 +131,17 @@ class VllmEndpoints(ServerCalls):
         """Change the version of the weights that are served."""
         self.call("post", "/update_weight_version", json={"new_version": version})
 
-    def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> None:
+    def load_adapter(self, name: str, content: bytes, *, timeout_s: float | None = None) -> None:
+        """Send the file of an adapter, and load it."""
         try:
-            self.call("post", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": folder}, timeout_s=timeout_s)
+            stored = self.call("put", UPLOADS + quote(name), content=content, timeout_s=timeout_s, answer=dict[str, str])
+            if stored["digest"] != hashlib.blake2b(content).hexdigest():
+                raise InferenceError(f"{self.url} has other bytes of adapter {name} than were sent; publish it again")
+            self.call("post", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": stored["path"]}, timeout_s=timeout_s)
         except ServerError as error:
-            raise ServerError(f"{error}; {NEEDS_ADAPTERS}", status=error.status) from error
+            raise ServerError(
+                f"{error}; start it with `ludic serve --lora-rank N`, for adapters up to rank N", status=error.status
+            ) from error
 
     def unload_adapter(self, name: str) -> None:
         self.call("post", "/v1/unload_lora_adapter", json={"lora_name": name})

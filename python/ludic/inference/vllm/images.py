@@ -10,7 +10,7 @@ from typing import Any
 from ludic.errors import ServerError
 from ludic.images.store import ImageStore
 from ludic.inference.servers.http import HttpResponse
-from ludic.inference.servers.pool import Server
+from ludic.inference.servers.server import Server
 from ludic.inference.vllm.servers import GENERATE
 
 MAX_KNOWN = 4096

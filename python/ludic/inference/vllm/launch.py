@@ -40,6 +40,7 @@ from ludic.inference.vllm.in_server.server import (
     THINK_PROCESSOR,
     WeightBackend,
     default_variables,
+    lora_flags,
     missing_flags,
     missing_vllm_message,
     weight_flags,
@@ -81,24 +82,27 @@ def start_vllm_server(
     logprobs_mode: LogprobsMode = "processed_logprobs",
     client_tags: bool = False,
     weights: WeightBackend | None = None,
+    lora_rank: int = 0,
     think_limits: bool = False,
+    sleep_mode: bool = False,
     env: Mapping[str, str] | None = None,
     log_path: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[Any]:
     """Start a server as a child process in its own process group. It is stopped when this process
     ends, even if this process is killed.
 
-    It runs in `python`, else `LUDIC_VLLM_PYTHON`, else ./.venv-vllm, else this interpreter.
-    `device="auto"` is the CPU if vLLM's CPU build is installed there. `extra_args` override all
-    flags.
+    It runs in `python`, else `LUDIC_VLLM_PYTHON`, else ./.venv-vllm, else this interpreter. "auto"
+    is the CPU if vLLM's CPU build is installed there. `extra_args` override all flags.
 
     Log-probabilities come from the distribution sampled from (`processed_logprobs`), sampling
     defaults are vLLM's rather than the model's, and the token endpoint is on. `weights` is the
     transport of new weights: "gloo" through host memory, "ludic_nccl" between GPUs, "disk" from a
-    shared folder. Requests that change the served weights need the server's secret:
-    `LUDIC_SERVER_SECRET` if set, else a random one, which this user's processes on this machine
-    find. Sampling needs no secret, so `host` should be this machine. `client_tags` loads the
-    middleware that echoes client tags, `think_limits` the logits processor for `max_think`.
+    shared folder; with `lora_rank` adapters up to that rank can be loaded. Requests that change
+    what is served need the server's secret: `LUDIC_SERVER_SECRET` if set, else a random one, which
+    this user's processes on this machine find. Sampling needs no secret, so `host` should be this
+    machine. `client_tags` loads the middleware that echoes client tags, `think_limits` the logits
+    processor for `max_think`.
+    `sleep_mode` lets `Publisher.sleep` free the device; on a CPU, vLLM's sleep frees nothing.
 
     The server writes to this process's output, or to `log_path`; with `stream_output=False` its
     output is kept for `collect_proc_output`. Raises ConfigError for a port in use, and for an
@@ -121,9 +125,10 @@ def start_vllm_server(
     else:
         values |= {"--dtype": dtype, "--gpu-memory-utilization": gpu_memory_utilization}
     flags: list[tuple[str, str | None]] = [(name, str(value)) for name, value in values.items() if value is not None]
-    flags += [*DEFAULT_FLAGS, *weight_flags(weights)]
+    flags += [*DEFAULT_FLAGS, *weight_flags(weights), *lora_flags(lora_rank)]
     flags += [("--enforce-eager", None)] if enforce_eager else []
     flags += [("--logits-processors", THINK_PROCESSOR)] if think_limits else []
+    flags += [("--enable-sleep-mode", None)] if sleep_mode and not cpu else []  # vLLM refuses it on a CPU
     middlewares = [TAG_MIDDLEWARE, SECRET_MIDDLEWARE] if client_tags else [SECRET_MIDDLEWARE]
     command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += missing_flags(flags, extra_args or ())

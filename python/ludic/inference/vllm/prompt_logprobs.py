@@ -15,7 +15,8 @@ from msgspec import Struct
 from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.inference.servers.answers import ModelList
 from ludic.inference.servers.errors import RetryPolicy
-from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.server import Server
 from ludic.inference.vllm.servers import server_url
 
 T = TypeVar("T")

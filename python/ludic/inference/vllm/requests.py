@@ -60,20 +60,20 @@ class TokenRequest:
 
     def generate_body(self) -> dict[str, Any]:
         """The body for `/inference/v1/generate`."""
-        fields = self._more_fields()
+        fields = self._sampling_fields()
         if "vllm_xargs" in fields:
             fields["extra_args"] = fields.pop("vllm_xargs")
         return {
             "model": self.model,
             "token_ids": list(self.short_ids or self.prompt_ids),
-            "sampling_params": {**self._sampling_fields(), **fields},
+            "sampling_params": fields,
             "return_token_ids": True,
         }
 
     def completions_body(self) -> dict[str, Any]:
         """The body of the same request for `/v1/completions`."""
         prompt = {"model": self.model, "prompt": [list(self.prompt_ids)]}
-        return {**prompt, **self._sampling_fields(), "return_token_ids": True, **self._more_fields()}
+        return {**prompt, "return_token_ids": True, **self._sampling_fields()}
 
     def _sampling_fields(self) -> dict[str, Any]:
         fields = {
@@ -83,13 +83,11 @@ class TokenRequest:
         }
         if self.stop_token_ids and not self.fields.get("ignore_eos"):
             fields["stop_token_ids"] = list(self.stop_token_ids)
-        return fields if self.seed is None else {**fields, "seed": self.seed}
-
-    def _more_fields(self) -> dict[str, Any]:
-        """`fields`, whose biases are beside those of the banned tokens."""
-        given = self.fields.get("logit_bias") or {}
-        bias = {**{str(token): value for token, value in given.items()}, **dict.fromkeys(map(str, self.banned_ids), -100.0)}
-        return {**self.fields, **({"logit_bias": bias} if self.banned_ids else {})}
+        fields |= {**({} if self.seed is None else {"seed": self.seed}), **self.fields}
+        if self.banned_ids:
+            given = {str(token): bias for token, bias in (fields.get("logit_bias") or {}).items()}
+            fields["logit_bias"] = {**given, **dict.fromkeys(map(str, self.banned_ids), -100.0)}
+        return fields
 
 
 def chat_arguments(request: ChatCompletionRequest) -> dict[str, Any]:

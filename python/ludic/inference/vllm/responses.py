@@ -3,6 +3,8 @@ weight versions that sampled them."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
@@ -16,7 +18,7 @@ from ludic.inference.servers.client_tags import ClientTag
 from ludic.inference.servers.errors import AbortedError
 from ludic.inference.servers.http import HttpResponse, convert_answer
 from ludic.inference.vllm.requests import TokenRequest
-from ludic.types import ChatResponse
+from ludic.types import ChatResponse, Routes
 
 T = TypeVar("T")
 C = TypeVar("C", bound="_Choice")
@@ -36,6 +38,8 @@ class SampledTokens:
     """The stop token id or stop string; None for the end token and for the length limit."""
     weight_versions: list[WeightSpan] = field(default_factory=list)
     """`{"version", "start", "end"}` of each span of tokens, if the server reports it."""
+    routes: Routes | None = None
+    """Of the prompt and these tokens, if the server reports them."""
 
     @property
     def ended_by_token(self) -> bool:
@@ -79,6 +83,7 @@ class _Choice(Struct, kw_only=True):
     logprobs: Logprobs | None = None
     stop_reason: int | str | None = None
     weight_versions: list[WeightSpan] | None = None
+    routed_experts: str | None = None
 
 
 class Continuation(Struct):
@@ -223,11 +228,30 @@ class ResponseReader:
             raise InferenceError(f"{name} returned weight versions {str(spans)[:200]}, which must lie within {len(ids)} tokens")
         for span in spans:
             check_served_version(span["version"], name)
-        return SampledTokens(ids, values, choice.finish_reason, choice.stop_reason, spans)
+        routes = None if choice.routed_experts is None else _read_routes(choice.routed_experts, len(prompt) + len(ids), name)
+        return SampledTokens(ids, values, choice.finish_reason, choice.stop_reason, spans, routes)
+
+
+def _read_routes(encoded: str, num_tokens: int, name: str) -> Routes:
+    """The experts of vLLM's `routed_experts`: [R, layers, top_k] of uint8 or uint16, as base64 of
+    an `.npy` file, with R up to the number of tokens. Raises InferenceError for anything else."""
+    import numpy as np
+
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise InferenceError(f"{name} returned routed_experts that cannot be read: {error}") from error
+    is_known = isinstance(experts, np.ndarray) and experts.dtype in (np.uint8, np.uint16) and experts.ndim == 3
+    if not is_known or len(experts) > num_tokens or not experts.size:
+        shown = f"{getattr(experts, 'dtype', type(experts).__name__)} {list(getattr(experts, 'shape', ()))}"
+        raise InferenceError(
+            f"{name} returned routed_experts {shown} for {num_tokens} tokens; they are uint8 or uint16 [R, L, K]"
+        )
+    data = np.ascontiguousarray(experts, dtype=f"<u{experts.itemsize}").tobytes()
+    return Routes(data, experts.shape[1], experts.shape[2], experts.itemsize)
 
 
 def _describe_other_prompt(name: str, prompt: Sequence[int], request: TokenRequest) -> str:
-    """How the prompt that a server read differs from the one that it should read."""
     fault = f"{name} read a prompt of {len(prompt)} tokens, not the {len(request.prompt_ids)} that were sent"
     if not request.images:
         return fault

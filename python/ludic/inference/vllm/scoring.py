@@ -36,7 +36,8 @@ from ludic.inference.reward_types import (
 from ludic.inference.servers.answers import ModelList, WeightInfo, version_number
 from ludic.inference.servers.errors import RetryPolicy
 from ludic.inference.servers.http import AsyncClosing, convert_answer, run_blocking
-from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.server import Server
 from ludic.inference.vllm.client import make_publisher
 from ludic.inference.vllm.servers import server_url
 

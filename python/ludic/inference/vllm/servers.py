@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ludic.errors import EngineDeadError, InferenceError, ServerTimeoutError, ServerUnreachableError
+from ludic.errors import EngineDeadError, InferenceError, ServerError, ServerTimeoutError, ServerUnreachableError
+from ludic.inference.servers.admission import read_metrics, sum_series
 from ludic.inference.servers.answers import ModelList, WeightInfo, check_served_version, is_at_least, version_number
-from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError
+from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError, is_missing_endpoint
 from ludic.inference.servers.http import HttpResponse, check_scheme, request_once, run_blocking
-from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.routing import Routing
+from ludic.inference.servers.server import Server
 
 T = TypeVar("T")
 
@@ -29,8 +32,8 @@ HEALTH_INTERVAL_S = 2.0
 MODELS_TIMEOUT_S = 30.0
 VERSION_TIMEOUT_S = 2.0
 MAX_SMALL_BYTES = 16 * 2**20
-"""Limit on a response without tokens. The metrics of a server with hundreds of series are 1 MB."""
-TOKEN_COUNTERS = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
+"""Limit on a response without tokens."""
+TOKEN_COUNTERS = {"vllm:prompt_tokens_total", "vllm:generation_tokens_total"}
 
 
 class VLLMServers:
@@ -45,6 +48,8 @@ class VLLMServers:
         headers: Mapping[str, str],
         silence_s: float | None,
         connection_timeout_s: float,
+        routing: Routing,
+        max_kv_use: float | None,
     ) -> None:
         """Waits until every server is healthy. Raises HealthTimeoutError after
         `connection_timeout_s`."""
@@ -56,6 +61,8 @@ class VLLMServers:
             probe=self._probe,
             progress=lambda server: read_progress(server.request_headers, server.url),
             silence_s=silence_s,
+            routing=routing,
+            max_kv_use=max_kv_use,
         )
         self.request_headers = servers[0].request_headers
         """Sent with every request, the key included."""
@@ -63,16 +70,20 @@ class VLLMServers:
         """Responses that the servers aborted."""
         self.context_lengths, self.version = run_blocking(wait_for_servers(self.request_headers, urls, connection_timeout_s))
         self._version_read_at = time.monotonic()
+        self.served_names: dict[str, str] = {}
+        """Requested model -> name of the adapter with its newest weights, such as `first@17`."""
 
     @property
     def name(self) -> str:
         """The servers' name in error messages."""
         return self.urls[0] if len(self.urls) == 1 else f"none of {len(self.urls)} servers"
 
-    async def send(self, call: Callable[[Server], Awaitable[T]], *, reports_version: bool) -> tuple[T, int]:
+    async def send(
+        self, call: Callable[[Server], Awaitable[T]], *, reports_version: bool, prompt: Callable[[], Sequence[bytes]]
+    ) -> tuple[T, int]:
         """Return what `call` returns at a live server, and the version served before it. Unless
         the response `reports_version`, that version is read first, at most once in
-        `VERSION_AGE_S`."""
+        `VERSION_AGE_S`. `prompt` makes the keys of the prompt."""
 
         async def counting_aborts(server: Server) -> T:
             try:
@@ -86,9 +97,27 @@ class VLLMServers:
                 self._version_read_at = time.monotonic()
                 await self.read_version()
             version = self.version
-            return await self.pool.send(counting_aborts), version
+            return await self.pool.send(counting_aborts, prompt), version
 
         return await self._retries.run(attempt, name=self.name)
+
+    async def ask_newest(self, server: Server, model: str, ask: Callable[[str], Awaitable[T]]) -> tuple[T, int | None]:
+        """What `ask` returns for the name under which `model` is served, and an adapter's version.
+        A server that has only later ones is asked for the latest; StaleWeightsError without any."""
+        while True:
+            name = self.served_names.get(model, model)
+            run, _, number = name.rpartition("@")
+            version = version_number(number)
+            try:
+                return await ask(name), None if name == model else version
+            except ServerError as error:
+                if name == model or error.status != 404 or is_missing_endpoint(error):
+                    raise
+                if not (later := await read_adapters(server.request_headers, server.url, run, (version or 0) + 1)):
+                    raise StaleWeightsError(
+                        f"{server.url} lacks adapter {name}: it was restarted, and waits for a push"
+                    ) from error
+                self.served_names[model] = f"{run}@{max(later)}"
 
     def check_served(self, server: Server, spans: Sequence[Mapping[str, Any]], least: int) -> None:
         """If servers are restarted, raise StaleWeightsError for an answer of a version that was not
@@ -103,13 +132,22 @@ class VLLMServers:
         if stale := [span["version"] for span in spans if not is_at_least(span["version"], least)] or ([] if spans else [None]):
             raise StaleWeightsError(f"{server.url} samples with version {stale[0]} of the weights, not with {least} or later")
 
-    async def has_version(self, version: int) -> bool:
-        """Whether a server has this version, or a later one."""
+    async def has_version(self, version: int, adapters: str = "") -> bool:
+        """Whether a server has this version, or a later one. Of `adapters` it is used from then."""
+        for server in self.pool.servers:
+            if own := await read_adapters(server.request_headers, server.url, adapters, version):
+                self.served_names[next(iter(self.context_lengths), "")] = f"{adapters}@{min(own)}"
+                return True
+        if self.served_names:
+            return False
         held = await asyncio.gather(*(read_served(server.request_headers, server.url) for server in self.pool.servers))
         return any(is_at_least(served, version) for served in held)
 
     async def read_version(self) -> int:
-        """The version that a live server reports; the last known one if it reports none."""
+        """The version that a live server reports; the last known one if it reports none, or serves
+        adapters, whose names have it."""
+        if self.served_names:
+            return self.version
         server = next(iter(self.pool.live), self.pool.servers[0])
         version = await read_version(server.request_headers, server.url)
         self._version_read_at = time.monotonic()
@@ -122,12 +160,16 @@ class VLLMServers:
         number = version_number(version)
         if number is not None:
             self.version, self._version_read_at = number, time.monotonic()
+        self.pool.router.forget()
         self.pool.drain_lost(lost)
 
     async def _probe(self, server: Server) -> None:
         """Sample one token. Raises InferenceError if that fails, or if the server came back with
         older weights."""
-        await server.probe(COMPLETIONS, {"model": next(iter(self.context_lengths), ""), "prompt": [[0]], "max_tokens": 1})
+        model = next(iter(self.context_lengths), "")
+        await server.probe(COMPLETIONS, {"model": self.served_names.get(model, model), "prompt": [[0]], "max_tokens": 1})
+        if self.served_names:
+            return
         if self.pool.restarts is not None:
             served = await read_served(server.request_headers, server.url)
             if not is_at_least(served, self.version):
@@ -221,6 +263,16 @@ async def read_context_lengths(headers: Mapping[str, str], url: str, *, timeout_
     return {model.id: model.max_model_len for model in models if model.max_model_len is not None}
 
 
+async def read_adapters(headers: Mapping[str, str], url: str, run: str, least: int) -> list[int]:
+    """The versions, from `least` on, of the run's adapters at a server that answers in time."""
+    try:
+        response = await _request(headers, "GET", f"{url}/v1/models", timeout_s=HEALTH_TIMEOUT_S)
+        names = [model.id.rpartition("@") for model in response.raise_for_status().read(ModelList).data]
+        return [int(number) for of, _, number in names if of == run and is_at_least(number, least)]
+    except InferenceError:
+        return []
+
+
 async def read_version(headers: Mapping[str, str], url: str, *, timeout_s: float = VERSION_TIMEOUT_S) -> int | None:
     """The weight version; None if the server reports none in time, or one that is not a number."""
     deadline = time.monotonic() + timeout_s
@@ -247,13 +299,9 @@ async def read_served(headers: Mapping[str, str], url: str, *, timeout_s: float 
 async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
     """Number of tokens that the server has processed so far, which rises while it works. None if
     the server does not report it."""
-    try:
-        response = await _request(headers, "GET", f"{url}/metrics", timeout_s=VERSION_TIMEOUT_S)
-        lines = response.text.splitlines() if response.status == 200 else []
-        counts = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(TOKEN_COUNTERS)]
-    except (InferenceError, ValueError, IndexError):
-        return None
-    return sum(counts) if counts else None
+    metrics = await read_metrics(headers, url)
+    known = metrics.keys() & TOKEN_COUNTERS
+    return sum_series(metrics, *known) if known else None
 
 
 async def _is_healthy(headers: Mapping[str, str], url: str, timeout_s: float) -> bool:

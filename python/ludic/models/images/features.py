@@ -152,8 +152,11 @@ def _encode(model: nn.Module, images: Sequence[ProcessedImage]) -> list[Features
         fields["last_hidden_state"] = _take_apart(output.get("last_hidden_state"), counts, parts)
     fields = {name: form for name, form in fields.items() if form is not None}
     if not parts:
+        found = output.get("pooler_output", output.get("last_hidden_state"))
+        found = found if isinstance(found, list | tuple) else [found]
+        shapes = ", ".join(str(tuple(each.shape)) for each in found if isinstance(each, Tensor))
         raise ConfigError(
-            f"{type(owner).__name__} makes {_describe(output)} of {len(images)} images with {counts} placeholders; "
+            f"{type(owner).__name__} makes features {shapes} of {len(images)} images with {counts} placeholders; "
             "the processor is not the model's"
         )
     return [Features(tuple(part[place] for part in parts), (type(output), fields)) for place in range(len(images))]
@@ -185,11 +188,3 @@ def _fill(form: Any, tensors: Sequence[tuple[Tensor, ...]]) -> Any:
     if isinstance(form, dict):
         return {name: _fill(each, tensors) for name, each in form.items()}
     return type(form)(_fill(each, tensors) for each in form) if isinstance(form, list | tuple) else form
-
-
-def _describe(output: Any) -> str:
-    pooled = output.get("pooler_output", output.get("last_hidden_state"))
-    shapes = [
-        tuple(each.shape) for each in (pooled if isinstance(pooled, list | tuple) else [pooled]) if isinstance(each, Tensor)
-    ]
-    return f"features of {', '.join(map(str, shapes)) or 'no known form'}"

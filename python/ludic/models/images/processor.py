@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError
+from ludic.images import PROCESSOR
 from ludic.images.store import ImageStore, current_store
 from ludic.models.wrappers import unwrap_transformer
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 """What a processor returns of the text."""
 CACHE_BYTES = 256 * 2**20
-_ATTRIBUTE, _REASON = "_ludic_image_processor", "_ludic_no_images"
+_REASON = "_ludic_no_images"
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,22 @@ class ImageProcessor:
         processor, and for one whose tokenizer does not know its marker or the placeholder."""
         if getattr(processor, "image_processor", None) is None:
             raise ConfigError(f"{type(processor).__name__} has no image processor; name a model with a preprocessor_config.json")
-        self.processor, self.tokenizer, self._store = processor, processor.tokenizer, store
+        self.processor, self._store = processor, store
+        self.read_with(processor.tokenizer)
         if getattr(processor, "image_token", None) is None:
             raise ConfigError(f"{type(processor).__name__} does not say which token stands for an image (image_token)")
         self.marker = str(processor.image_token)
         """The text that stands for an image in a rendered prompt."""
-        self.placeholder_id = _find_placeholder(config)
+        names = [f"{medium}_token_{form}" for medium in ("image", "video", "audio") for form in ("id", "index")]
+        found = {name: token for name in names if isinstance(token := getattr(config, name, None), int) and token >= 0}
+        of_images = [token for name, token in found.items() if name.startswith("image")]
+        if not of_images:
+            raise ConfigError(f"the config of {config.model_type} names no token of images (image_token_id)")
+        self.placeholder_id = of_images[0]
         """The token whose embedding is replaced by a feature."""
-        self.banned_ids = find_banned_ids(config)
-        """Tokens that are never sampled: placeholders of images, videos and audio."""
+        self.banned_ids = tuple(sorted(set(found.values())))
+        """Tokens that are never sampled, because each needs a feature: placeholders of images,
+        videos and audio."""
         self._check_tokens(config)
         size = getattr(getattr(config, "vision_config", None), "patch_size", None) or 14
         self._patch_size = int(size if isinstance(size, int) else next(iter(size)))
@@ -83,6 +91,21 @@ class ImageProcessor:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImageProcessor:
         return self  # a copy of the model has the same
+
+    def read_with(self, tokenizer: Any) -> None:
+        """Read text with `tokenizer`, of which `find_processor` then knows this processor."""
+        self.tokenizer = self.processor.tokenizer = tokenizer
+        object.__setattr__(tokenizer, PROCESSOR, self)
+
+    def limit_pixels(self, **limits: int | None) -> None:
+        """Scale images to the limits `min_pixels` and `max_pixels`; None keeps the processor's own.
+        Raises ConfigError for a processor that has no such limits."""
+        own, given = self.processor.image_processor, {name: limit for name, limit in limits.items() if limit is not None}
+        if not given:
+            return
+        if not given.keys() <= own.valid_kwargs.__annotations__.keys():
+            raise ConfigError(f"{type(own).__name__} has no {' and no '.join(given)}; leave them out, its images have one size")
+        self.processor.image_processor = type(own)(**{**own.to_dict(), **given})
 
     @property
     def store(self) -> ImageStore:
@@ -181,8 +204,9 @@ class ImageProcessor:
 
 
 def attach_processor(model: nn.Module, processor: ImageProcessor) -> None:
-    """Let `model` and its copies read images with `processor`."""
-    object.__setattr__(unwrap_transformer(model), _ATTRIBUTE, processor)
+    """Let `model`, its copies and the processor's tokenizer read images with `processor`."""
+    object.__setattr__(unwrap_transformer(model), PROCESSOR, processor)
+    processor.read_with(processor.tokenizer)
 
 
 def refuse_images(model: nn.Module, reason: str) -> None:
@@ -192,7 +216,7 @@ def refuse_images(model: nn.Module, reason: str) -> None:
 
 def find_processor(model: Any) -> ImageProcessor | None:
     """The processor that was attached to the model; None for a model that reads text alone."""
-    return getattr(unwrap_transformer(model), _ATTRIBUTE, None)
+    return getattr(unwrap_transformer(model), PROCESSOR, None)
 
 
 def require_processor(model: nn.Module) -> ImageProcessor:
@@ -203,19 +227,3 @@ def require_processor(model: nn.Module) -> ImageProcessor:
         reason = getattr(inner, _REASON, "it has no tower for them; name a model that has one, or leave out the images")
         raise ConfigError(f"the data have images, and {type(inner).__name__} cannot read them: {reason}")
     return processor
-
-
-def find_banned_ids(config: Any) -> tuple[int, ...]:
-    """The placeholders of images, videos and audio in the configuration, in ascending order: no
-    policy may sample them, because each needs a feature."""
-    names = [f"{medium}_token_{form}" for medium in ("image", "video", "audio") for form in ("id", "index")]
-    found = (getattr(config, name, None) for name in names)
-    return tuple(sorted({token for token in found if isinstance(token, int) and token >= 0}))
-
-
-def _find_placeholder(config: Any) -> int:
-    for name in ("image_token_id", "image_token_index"):
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            return token
-    raise ConfigError(f"the config of {config.model_type} names no token of images (image_token_id)")

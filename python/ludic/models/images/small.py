@@ -77,16 +77,13 @@ def draw_image_model(model: Any) -> Any:
     return model
 
 
-def make_small_processor(tokenizer: Any, config: Any, **limits: int | None) -> ImageProcessor:
-    """The processor of `make_small_image_config`. `limits`: `min_pixels` and `max_pixels`, None for
-    its own. Raises MissingExtraError without torchvision."""
+def make_small_processor(tokenizer: Any, config: Any) -> ImageProcessor:
+    """The processor of `make_small_image_config`. Raises MissingExtraError without torchvision."""
     import_optional("torchvision", "images")
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     sizes = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
-    pixels = {"min_pixels": (PATCH * MERGE) ** 2, "max_pixels": MOST_PIXELS} | {
-        name: n for name, n in limits.items() if n is not None
-    }
+    pixels = {"min_pixels": (PATCH * MERGE) ** 2, "max_pixels": MOST_PIXELS}
     images = Qwen2VLImageProcessor(**sizes, **pixels, image_mean=[0.95] * 3, image_std=[0.25] * 3)
     videos = Qwen2VLVideoProcessor(**sizes)
     processor = Qwen2VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template)

@@ -183,7 +183,6 @@ def _check_layouts(
 def _find_fault(
     model: Any, rows: Sequence[_Row], alone: Sequence[Tensor], features: Mapping[str, Features], layout: str, limit: float
 ) -> str | None:
-    """Why the rows are not computed as `alone`; None if they are."""
     kind, name = type(unwrap_transformer(model)).__name__, NAMES[layout]
     try:
         together = _read(model, rows, features, layout)

@@ -186,7 +186,7 @@ class ActorBatches(BatchSourceBase):
         await asyncio.to_thread(self._queue.disconnect)
 
 
-@forward_members("_inner", ["expect_change", "close", "timings"])
+@forward_members("_inner", ["expect_change", "close", "timings", "takes_adapters"])
 class _AnnouncingPublisher(Publisher):
     """Publishes with `inner`, and tells actors of the version."""
 

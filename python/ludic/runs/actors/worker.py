@@ -31,22 +31,24 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ludic.errors import ConfigError, PublishError
 from ludic.images.store import ImageStore, use_store
-from ludic.inference.client import ChatClient, VersionedClient
+from ludic.inference.client import ChatClient
 from ludic.inference.local import LocalChatClient
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.models.loading import compare_processor
 from ludic.recipes.actors import check_actors, count_prompts_per_entry, uses_queue
 from ludic.recipes.build import add_reward_model, build_episodic_task
 from ludic.recipes.compose import choose_devices, compose
-from ludic.recipes.model import build_policy
+from ludic.recipes.model import build_policy, choose_threads
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import read_version
 from ludic.runs.actors.queue import open_queue, wait_until_open
+from ludic.runs.adapters import name_adapters
 from ludic.runs.directory import RunDirectory, collect_versions
 from ludic.runs.rollouts import TrainingRequests, check_rollouts, make_engine, make_training_requests
 from ludic.runs.sampler import open_sampler
@@ -97,36 +99,21 @@ class LocalWeights:
                 time.sleep(POLL_S)
 
 
-class RestartedWeights:
-    """Takes only answers of a version or later ones, of servers that are restarted when they
-    die."""
+class ServerWeights:
+    """Takes only answers of a version or later ones, of the servers that the trainer of the run in
+    the folder `run` publishes to. One that was restarted has none until it does: they are waited
+    for, for `serve_s` seconds."""
 
-    def __init__(self, client: VLLMChatClient, *, serve_s: float = SERVE_S) -> None:
-        self._client, self._serve_s = client, serve_s
+    def __init__(self, client: VLLMChatClient, run: Path, *, serve_s: float = SERVE_S) -> None:
+        self._client, self._run, self._serve_s = client, run, serve_s
 
     async def load(self, version: int) -> None:
         """Return once a server has the version. Raises PublishError if none has in time."""
         self._client.require_version(version)
         deadline = time.monotonic() + self._serve_s
-        while not await self._client.has_version(version):
+        while not await self._client.has_version(version, name_adapters(self._run)):
             if time.monotonic() > deadline:
-                raise PublishError(f"no server has had version {version} for {self._serve_s:g} s; restart one of them")
-            await asyncio.sleep(POLL_S)
-
-
-class ServerWeights:
-    """Waits until the servers, which the trainer publishes to, serve a version: for `serve_s`
-    seconds, since a server that was restarted has an older one until the trainer publishes."""
-
-    def __init__(self, client: VersionedClient, *, serve_s: float = SERVE_S) -> None:
-        self._client, self._serve_s = client, serve_s
-
-    async def load(self, version: int) -> None:
-        """Return once the version is served. Raises PublishError if it is not in time."""
-        deadline = time.monotonic() + self._serve_s
-        while (served := await self._client.get_policy_version()) < version:
-            if time.monotonic() > deadline:
-                raise PublishError(f"a server has had version {served}, not {version}, for {self._serve_s:g} s; resume the run")
+                raise PublishError(f"no server has had version {version} for {self._serve_s:g} s; restart one, or resume the run")
             await asyncio.sleep(POLL_S)
 
 
@@ -193,8 +180,9 @@ def _build(recipe: Recipe) -> tuple[EpisodicTask, Any, Any]:
     check_actors(recipe)
     task = build_episodic_task(recipe)
     check_rollouts(recipe, task)
-    seed_everything(recipe.seed, threads=recipe.threads)
+    seed_everything(recipe.seed)
     model, tokenizer = build_policy(recipe)
+    torch.set_num_threads(choose_threads(recipe, model))
     task = add_reward_model(recipe, task, tokenizer)
     # As in a run without actors: with batches ahead its sampler has a copy without gradients, of
     # which torch computes other last digits.
@@ -204,7 +192,7 @@ def _build(recipe: Recipe) -> tuple[EpisodicTask, Any, Any]:
 
 async def _open_client(
     recipe: Recipe, model: Any, tokenizer: Any, directory: RunDirectory, opened: AsyncExitStack, stop: asyncio.Event
-) -> tuple[ChatClient, str, LocalWeights | ServerWeights | RestartedWeights]:
+) -> tuple[ChatClient, str, LocalWeights | ServerWeights]:
     """(client, name of the model, how it gets a version)."""
     if choose_kind(recipe.inference) == "vllm":
         sampler = await opened.enter_async_context(
@@ -219,9 +207,8 @@ async def _open_client(
                 is_stopped=stop.is_set,
             )
         )
-        if recipe.place.servers:
-            return sampler.client, sampler.model_name, RestartedWeights(cast(VLLMChatClient, sampler.client))
-        return sampler.client, sampler.model_name, ServerWeights(cast(VersionedClient, sampler.client))
+        weights = ServerWeights(cast(VLLMChatClient, sampler.client), directory.path)
+        return sampler.client, sampler.model_name, weights
     convention = choose_logprob_convention(recipe.rollout)
     client = LocalChatClient(
         model,
@@ -229,6 +216,7 @@ async def _open_client(
         max_batch_size=recipe.rollout.concurrency,
         logprobs_mode="processed" if convention.processed else "raw",
         keep_candidates=recipe.rollout.keep_candidates,
+        keep_routes=recipe.trainer.replay_routing,
     )
     return client, recipe.model or "small", LocalWeights(client, directory.policy)
 

@@ -14,7 +14,6 @@ from ludic.data import Row
 from ludic.data.sources import Draw
 from ludic.errors import ConfigError
 from ludic.files.jsonl import write_jsonl
-from ludic.models.images.processor import ImageProcessor
 from ludic.recipes.build import build_named
 from ludic.recipes.epochs_schema import PairsRecipe
 from ludic.runs.data.sft import split_by_prompt
@@ -65,22 +64,13 @@ class PairData:
         return "answers" if self.train and _unit_size(self.train) == 1 else "pairs"
 
     @classmethod
-    def read(
-        cls,
-        recipe: PairsRecipe,
-        tokenizer: Any,
-        images: ImageProcessor | None = None,
-        *,
-        note: Callable[[str], None],
-        unpaired: bool = False,
-    ) -> PairData:
+    def read(cls, recipe: PairsRecipe, tokenizer: Any, *, note: Callable[[str], None], unpaired: bool = False) -> PairData:
         """Read and tokenize all pairs, so that a wrong one is found before anything is written.
-        `images`: of a model that sees them. `note` receives a remark if `heldout_split` has no
-        meaning for a file. `unpaired`: rows may have one answer. Of these, a desirable and an
-        undesirable one are measured as a pair."""
+        `note` receives a remark if `heldout_split` has no meaning for a file. `unpaired`: rows may
+        have one answer. Of these, a desirable and an undesirable one are measured as a pair."""
         if recipe.data is None:
             return _generate_pairs(recipe, tokenizer)
-        load = partial(_load_pairs, recipe, tokenizer, images=images, unpaired=unpaired)
+        load = partial(_load_pairs, recipe, tokenizer, unpaired=unpaired)
         train, left_out = load(recipe.data, recipe.split, Draw(recipe.limit, recipe.seed))
         is_file = Path(recipe.data).expanduser().is_file()
         if recipe.heldout_data is not None or (recipe.heldout_split is not None and not is_file):
@@ -135,7 +125,6 @@ def _unit_size(items: Pairs) -> int:
 
 
 def _divide(items: Pairs) -> list[Pairs]:
-    """The samples of each row, which are neighbours."""
     size = _unit_size(items)
     return [items[first : first + size] for first in range(0, len(items), size)]
 
@@ -154,7 +143,7 @@ def _match(items: Pairs) -> Pairs:
 
 
 def _load_pairs(
-    recipe: PairsRecipe, tokenizer: Any, source: str, split: str, draw: Draw, *, images: ImageProcessor | None, unpaired: bool
+    recipe: PairsRecipe, tokenizer: Any, source: str, split: str, draw: Draw, *, unpaired: bool
 ) -> tuple[Pairs, Counter[str]]:
     """(pairs, number of skipped rows by reason)."""
     left_out: Counter[str] = Counter()
@@ -171,7 +160,6 @@ def _load_pairs(
         seed=draw.seed,
         unpaired=unpaired,
         left_out=left_out,
-        images=images,
         image_folder=None if recipe.image_folder is None else Path(recipe.image_folder).expanduser(),
         **_tokenizer_options(recipe),
     )

@@ -20,7 +20,6 @@ from ludic.data.rows_on_disk import Changed
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
 from ludic.inference.prompts.template import find_turn_end, read_template
-from ludic.models.images.processor import ImageProcessor
 from ludic.recipes.build import build_task
 from ludic.recipes.epochs_schema import SFTRecipe, list_data_files
 from ludic.recipes.schema import Recipe
@@ -91,10 +90,9 @@ class SFTData:
     """For each file, the formats of its rows in words."""
 
     @classmethod
-    def read(cls, recipe: SFTRecipe, tokenizer: Any, images: ImageProcessor | None = None) -> SFTData:
-        """Read and tokenize all rows, so that a wrong one is found before anything is written.
-        `images`: of a model that sees them."""
-        make = make_items(recipe, tokenizer, images)
+    def read(cls, recipe: SFTRecipe, tokenizer: Any) -> SFTData:
+        """Read and tokenize all rows, so that a wrong one is found before anything is written."""
+        make = make_items(recipe, tokenizer)
         rows, formats = read_training_rows(recipe, tokenizer)
         items = [make.of_row(row, where) for where, row in rows]
         if recipe.heldout_data is not None:
@@ -184,10 +182,10 @@ def make_demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str,
             yield {"prompt": prompt, "completion": completion}
 
 
-def make_items(recipe: SFTRecipe, tokenizer: Any, images: ImageProcessor | None = None) -> SFTItems:
+def make_items(recipe: SFTRecipe, tokenizer: Any) -> SFTItems:
     """What makes samples of rows by the settings of a recipe."""
     turns = cast(AssistantTurns, recipe.assistant_turns)
-    return SFTItems(tokenizer, turns, row_format=recipe.data_format, max_tokens=recipe.trainer.max_seq_len, images=images)
+    return SFTItems(tokenizer, turns, row_format=recipe.data_format, max_tokens=recipe.trainer.max_seq_len)
 
 
 def read_training_rows(recipe: SFTRecipe, tokenizer: Any) -> tuple[Rows, tuple[str, ...]]:
@@ -237,12 +235,11 @@ class StreamedSFTData:
     first_format: str
 
     @classmethod
-    def read(cls, recipe: SFTRecipe, tokenizer: Any, images: ImageProcessor | None = None) -> StreamedSFTData:
-        """Read the first rows, so that a wrong one is found before anything is written. `images`:
-        of a model that sees them."""
+    def read(cls, recipe: SFTRecipe, tokenizer: Any) -> StreamedSFTData:
+        """Read the first rows, so that a wrong one is found before anything is written."""
         if recipe.data is None:
             raise ConfigError("streaming=true reads data=FILE, and data is null; name a file, or set streaming=false")
-        make = make_items(recipe, tokenizer, images)
+        make = make_items(recipe, tokenizer)
         stream = make_stream(recipe)
         rows = stream.first(recipe.shuffle_buffer)
         if not rows:
@@ -324,22 +321,20 @@ class Warmup:
     steps: int
     formats: tuple[str, ...] = ()
     """For each file, the formats of its rows in words."""
-    images: ImageProcessor | None = None
-    """Of a model that sees images."""
 
     @classmethod
-    def read(cls, recipe: Recipe, task: EpisodicTask, tokenizer: Any, images: ImageProcessor | None = None) -> Warmup:
+    def read(cls, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Warmup:
         """Read and tokenize all rows, so that a wrong one is found before anything is written. A
-        task without demonstrations has no steps. `images`: of a model that sees them."""
+        task without demonstrations has no steps."""
         section = recipe.warmup
         if section.data is None and section.steps and not _has_teacher(task):
             if recipe.mode in ("sft", "sft+rl"):
                 raise ConfigError(f"mode={recipe.mode} needs demonstrations, and the task has none; set warmup.data=FILE")
             return cls(None, 0)
         if section.data is None:
-            return cls(None, section.steps, images=images)
+            return cls(None, section.steps)
         rows, formats = read_rows(section.data, "warmup.data", section.data_format)
-        make = SFTItems(tokenizer, row_format=section.data_format, max_tokens=section.trainer.max_seq_len, images=images)
+        make = SFTItems(tokenizer, row_format=section.data_format, max_tokens=section.trainer.max_seq_len)
         items = make.of(rows)
         if section.epochs is None and section.steps:
             return cls(items, section.steps, formats)
@@ -351,8 +346,7 @@ class Warmup:
         batch_size, seed = recipe.warmup.batch_size, recipe.seed
         if self.items is None:
             kind = DemonstrationSource if task.agent is None else AgentDemonstrations
-            system_prompt = recipe.rollout.system_prompt
-            return kind(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=system_prompt, images=self.images)
+            return kind(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=recipe.rollout.system_prompt)
         source = ItemBatchSource(self.items, batch_size=batch_size, seed=seed, name="warmup")
         source.unshard()  # all ranks share its batches
         return source

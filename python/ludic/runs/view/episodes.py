@@ -178,7 +178,6 @@ def _read_token_log(path: Path) -> TrainerLogps:
 
 
 def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
-    """The row of a line that `append_failures` wrote."""
     problem = _read_object(record, "meta").get("problem_id")
     seen, answer, error = (record.get(key) for key in ("seen", "answer", "error"))
     turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], [], []]
@@ -209,7 +208,6 @@ def _read_lines(log: Path, stride: int = 1) -> Iterator[tuple[dict[str, Any], in
 
 
 def _number(value: Any) -> float:
-    """The number, or 0 for other values."""
     return float(value) if isinstance(value, bool) or is_finite(value) else 0.0
 
 

@@ -26,6 +26,7 @@ from ludic.models.lora import adapters_off
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import pin_rope, report_kernel
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
+from ludic.models.routing import RoutedPass, Routers, routes_of_pass
 from ludic.models.sharding import gather_tensor, unshard
 from ludic.models.wrappers import evaluation_mode, unwrap_model
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss, forward_logits
@@ -56,7 +57,13 @@ SUMMED = 3e-2
 """The same where the output layer and its adapters are summed in bfloat16 or float16."""
 
 
-class ReadsActions(Loss):
+class ReadsTokens(Loss):
+    """Stands for what reads the log-probabilities of all tokens."""
+
+    reads_shared_only = True
+
+
+class ReadsActions(ReadsTokens):
     """Stands for what reads the log-probabilities of action tokens alone."""
 
     reads_actions_only = True
@@ -85,6 +92,19 @@ class ModelPasses:
     def computes_trees(self) -> bool:
         """Whether micro-batches may be rows of prefix trees. All ranks read it."""
         return can_compute_trees(self.model, self.cfg)
+
+    @cached_property
+    def routers(self) -> Routers | None:
+        """The routers of a mixture of experts, if the settings ask for them."""
+        balanced = self.cfg.router_aux_coef > 0
+        return Routers(self.model, balanced=balanced) if self.cfg.replay_routing or balanced else None
+
+    def routed(self, batch: MicroBatch) -> AbstractContextManager[RoutedPass | None]:
+        """A context for passes over `batch`, and for their backward passes, in which the routers
+        take the experts that its samples bring (`TrainerConfig.replay_routing`)."""
+        if self.routers is None:
+            return nullcontext()
+        return self.routers.running(routes_of_pass(batch.tensors) if self.cfg.replay_routing else None)
 
     def counting(self, batch: MicroBatch, *kind: Hashable, backward: bool = False) -> AbstractContextManager[None]:
         """A context for one pass over `batch`, whose FLOPs it adds to `flops`."""
@@ -117,12 +137,13 @@ class ModelPasses:
         skips = top_p >= 1.0 and self.skips_logits  # decided with the adapters on, whichever call is first
         without = nullcontext() if adapters else adapters_off(self.model)
         counting = self.counting(batch, "logprobs", skips, adapters)
-        with without, evaluation_mode(self.model), autocast(self.cfg):
+        routed = self.routed(batch) if adapters else nullcontext()  # a reference routes as it does
+        with without, evaluation_mode(self.model), autocast(self.cfg), routed:
             tensors = self.images.bind(batch).tensors
             with counting:
                 divisor = self.cfg.temperature if temperature is None else temperature
                 if top_p >= 1.0:
-                    reads = ReadsActions() if actions_only or PREFIX_TREES in tensors else Loss()
+                    reads = ReadsActions() if actions_only or PREFIX_TREES in tensors else ReadsTokens()
                     scored = forward_for_loss(self.model, tensors, reads, chunked_logits=skips, temperature=divisor)
                     shared = SharedContext(*scored, temperature=divisor)
                 else:
@@ -139,7 +160,7 @@ class ModelPasses:
             tensors = self.images.bind(batch).tensors
             with evaluation_mode(self.model), autocast(self.cfg), self.counting(batch, "scores", score_type):
                 chunked = score_type == "logprob" and self.skips_logits
-                reads = ReadsActions() if chunked or PREFIX_TREES in tensors else Loss()
+                reads = ReadsActions() if chunked or PREFIX_TREES in tensors else ReadsTokens()
                 scored = forward_for_loss(self.model, tensors, reads, chunked_logits=chunked)
                 return preference_scores(SharedContext(*scored), score_type)
 
@@ -262,5 +283,4 @@ def _nearly_equal(ours: torch.Tensor, model: torch.Tensor, *, rounded: float) ->
 
 @cache
 def _warn(reason: str) -> None:
-    """Warn, once per process."""
     logger.warning("all logits of a micro-batch are computed, instead of only the logits of its action tokens: %s", reason)

@@ -77,20 +77,19 @@ class ImageEncoder:
                 "DistributedDataParallel does not see the passes of a trained vision tower; leave it out, ranks sum gradients without it"
             )
 
-    def bind(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with the features of its images, without gradient."""
+    def bind(self, batch: MicroBatch, features: Mapping[str, Features] | None = None) -> MicroBatch:
+        """The micro-batch with the features of its images; None means without gradient. Raises
+        ConfigError for a layout in which the model computes images wrongly."""
         images: RowImages | None = batch.tensors.get(IMAGES)
-        features = self.find([] if images is None else images.distinct)
-        return batch if images is None else self.bind_features(batch, features)
-
-    def bind_features(self, batch: MicroBatch, features: Mapping[str, Features]) -> MicroBatch:
-        """The micro-batch, which has images, with their features. Raises ConfigError for a layout
-        in which the model computes images wrongly."""
+        if features is None:
+            features = self.find([] if images is None else images.distinct)
+        if images is None:
+            return batch
         layout = "trees" if PREFIX_TREES in batch.tensors else "padding_free" if "cu_seqlens" in batch.tensors else "padded"
         support = check_images(self._model, self._processor)
         if layout not in support.layouts:
             raise ConfigError(f"{support.reasons[layout]}; set {REMEDIES[layout]}")
-        return replace(batch, tensors={**batch.tensors, IMAGES: batch.tensors[IMAGES].bind(features)})
+        return replace(batch, tensors={**batch.tensors, IMAGES: images.bind(features)})
 
     @torch.no_grad()
     def find(self, digests: Iterable[str]) -> dict[str, Features]:
@@ -104,7 +103,8 @@ class ImageEncoder:
         weights = [(id(parameter), parameter._version) for module in modules for parameter in module.parameters(recurse=False)]
         if weights != self._weights:
             self._weights = weights
-            self._drop()
+            self._kept.clear()
+            self._kept_bytes = 0
         adapters = tuple(bool(module.disable_adapters) for module in modules if hasattr(module, "disable_adapters"))
         features = {}
         missing = [[digest] for digest in digests if (digest, adapters) not in self._kept]
@@ -125,11 +125,7 @@ class ImageEncoder:
     def drop_changed(self) -> None:
         """Drop the features of a trained tower: some optimizers change weights unseen."""
         if self._kept and self.is_trained:
-            self._drop()
-
-    def _drop(self) -> None:
-        self._kept.clear()
-        self._kept_bytes = 0
+            self._weights = []
 
     def encode(self, digests: Sequence[str]) -> list[Features]:
         """The features of images, which are one pass of the tower if their arrays fit together. For
@@ -229,12 +225,11 @@ class ImagePass:
 
     def bind(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with the features of its images."""
-        images: RowImages | None = batch.tensors.get(IMAGES)
-        return batch if images is None else self._encoder.bind_features(batch, self._features)
+        return self._encoder.bind(batch, self._features)
 
     def move_gradients(self) -> None:
         """Add the gradients of half-precision leaves up in float32, as `MasterWeights` does."""
-        for leaf in self._leaves:
+        for leaf in (tensor for each in self._features.values() for tensor in each.tensors):
             if leaf.grad is not None and leaf.dtype in HALF_PRECISION:
                 self._sums[leaf] = self._sums[leaf].add_(leaf.grad) if leaf in self._sums else leaf.grad.float()
                 leaf.grad = None
@@ -268,10 +263,6 @@ class ImagePass:
             return {}
         numbers = {"images/distinct": float(len(self._features)), "images/occurrences": float(len(self._places))}
         return {**numbers, **self._encoder.take_counts()}
-
-    @property
-    def _leaves(self) -> list[Tensor]:
-        return [tensor for each in self._features.values() for tensor in each.tensors if tensor.requires_grad]
 
 
 def _list_images(batch: MicroBatches) -> list[str]:

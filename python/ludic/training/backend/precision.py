@@ -62,6 +62,10 @@ class MasterWeights:
         """The tensor that the optimizer steps for `parameter`: its master, or `parameter`."""
         return self._masters.get(parameter, parameter)
 
+    @property
+    def masters(self) -> list[Tensor]:
+        return list(self._masters.values())
+
     @torch.no_grad()
     def move_gradients(self) -> None:
         """Add the gradients of the parameters to their masters' gradients, in float32, and clear

@@ -151,6 +151,15 @@ class BackendBase:
         """Clear the gradient without an optimizer step, for a batch that a callback skips."""
         raise ConfigError(f"{type(self).__name__} cannot skip a batch; define drop_gradient, as in BackendBase")
 
+    def offload(self) -> TrainFuture[None]:
+        """Move weights and optimizer to host memory, from which they can be published and saved,
+        until `reload`. No gradient may have accumulated."""
+        raise ConfigError(f"{type(self).__name__} cannot offload; define offload and reload, or set offload=False")
+
+    def reload(self) -> TrainFuture[None]:
+        """Undo `offload`."""
+        raise NotImplementedError
+
     def note_step(self, step: int) -> None:
         """The trainer has taken `step` steps, each of one or more optimizer steps. A subclass may
         number its weights so; called before they are published and saved."""

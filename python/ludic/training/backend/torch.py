@@ -33,6 +33,7 @@ from ludic.models.names import HEAD_NAMES
 from ludic.models.packed_attention import pin_rope
 from ludic.models.published import ParamFilter, published_weights, shared_weights
 from ludic.models.regions import split_in_buckets
+from ludic.models.routing import RoutedPass, count_samples
 from ludic.models.sharding import (
     enable_checkpointing as enable_checkpointing,
     gather_tensor,
@@ -46,19 +47,23 @@ from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses, trains_without_logits
 from ludic.training.backend.image_pass import ImagePass
-from ludic.training.backend.memory import FreedMemory, MemoryProfile
+from ludic.training.backend.memory import MemoryProfile
+from ludic.training.backend.offload import Offload
 from ludic.training.backend.precision import LossScale, MasterWeights, autocast, check_precision
 from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches, WeightStream
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.batching.packing import MicroBatch
 from ludic.training.config import TrainerConfig
+from ludic.training.freed_memory import FreedMemory
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import adapted_loss, loss_name, with_reported_loss
-from ludic.training.preflight.layouts import explain_rows
+from ludic.training.preflight.layouts import explain_rows, require_slices
 from ludic.training.rng import preserved_rng
 
 T = TypeVar("T")
+ROUTER_LOAD = "router_load"
+"""In `BatchTotals.measured`: [E + 1] `RoutedPass.load` of all samples of a mini-batch."""
 
 
 def build_optimizer(
@@ -113,6 +118,14 @@ class TorchBackend(ModelPasses, BackendBase):
             enable_checkpointing(self.model)
         check_precision(self.model, master_weights=cfg.master_weights)
         check_frozen(unwrap_model(self.model))
+        _ = self.routers  # refuses a model without
+        if ranks.context() is not None:
+            if type(algo).compute_loss is not RLAlgorithm.compute_loss:
+                raise ConfigError(
+                    f"{algo.name} has its own compute_loss, which sees no slices of rows; set sharding.context to 1"
+                )
+            if self.routers is not None:
+                raise ConfigError("trainer.replay_routing and trainer.router_aux_coef need whole rows; set sharding.context to 1")
         self.optimizer = build_optimizer(self.model, cfg) if optimizer_factory is None else optimizer_factory()
         self._masters = MasterWeights(self.optimizer, enabled=cfg.master_weights)
         self._scale = LossScale(self.model, self.optimizer, cfg)
@@ -120,11 +133,13 @@ class TorchBackend(ModelPasses, BackendBase):
             group.setdefault("initial_lr", group["lr"])
         self._averages = is_sharded(model) or isinstance(model, DistributedDataParallel)
         self._gradient_scale = float(ranks.world_size()) if self._averages else 1.0
+        self._held = Offload([self.model, nn.ParameterList(self._masters.masters)], self.optimizer)
         self._freed = FreedMemory()
         self._pending: list[tuple[MicroBatches, BatchTotals | None]] = []
         self._loss: Tensor | None = None
         self._chunked_logits = False
         """Whether the losses of a mini-batch are computed without logits."""
+        require_slices(self.model, cfg)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -182,8 +197,8 @@ class TorchBackend(ModelPasses, BackendBase):
         totals = self._with_first_pass(batch, totals, images)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
-            with self._gradient_sync(last=index == len(batch) - 1):
-                loss, stats = self._backward(images.bind(micro_batch), totals)
+            with self._gradient_sync(last=index == len(batch) - 1), self.routed(micro_batch) as seen:
+                loss, stats = self._backward(images.bind(micro_batch), totals, seen)
             images.move_gradients()
             if not self._averages:  # a wrapper sums the gradients of ranks in the parameters' own
                 self._masters.move_gradients()
@@ -201,17 +216,24 @@ class TorchBackend(ModelPasses, BackendBase):
         """`totals` with the sums that the loss needs from all samples before it is computed on any.
         Dropout draws the same masks as in the pass with gradient."""
         loss = adapted_loss(self.algo)
-        if totals is None or not loss.needs_first_pass or (len(batch) == 1 and not ranks.is_distributed()):
+        needs_load = self.cfg.router_aux_coef > 0
+        needed = loss.needs_first_pass or needs_load
+        if totals is None or not needed or (len(batch) == 1 and not ranks.is_distributed()):
             return totals
+        load: Any = 0.0
         sums: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         with preserved_rng(), autocast(self.cfg):
             for micro_batch in map(images.bind, batch):
                 chunked, temperature = self._chunked_logits, self.cfg.temperature
-                with self.counting(micro_batch, "first", chunked):
+                with self.counting(micro_batch, "first", chunked), self.routed(micro_batch) as seen:
                     logits, tensors = forward_for_loss(
                         self.model, micro_batch.tensors, loss, chunked_logits=chunked, temperature=temperature
                     )
+                if needs_load:
+                    load = load + self._router_load(micro_batch, seen)[1]
+                if not loss.needs_first_pass:
+                    continue
                 if loss.reads_shared_only and temperature != 1.0:
                     logits = logits / temperature  # the policy's; `token_scores`, if there are any, have it already
                 parts = loss.first_pass(logits, tensors)
@@ -222,13 +244,14 @@ class TorchBackend(ModelPasses, BackendBase):
                 sums = {name: sums.get(name, 0.0) + value for name, value in parts.items()}
         everywhere = ranks.sum_over_ranks([float(value) for value in sums.values()], self.cfg.model_device)
         measured = {name: value.new_tensor(total) for (name, value), total in zip(sums.items(), everywhere, strict=True)}
-        if ranks.is_distributed():
-            for gathered in rows.values():
-                dist.all_reduce(gathered)
+        for gathered in [*rows.values(), *([load] if needs_load else [])]:
+            ranks.add_over_ranks(gathered)
+        rows |= {ROUTER_LOAD: load} if needs_load else {}
         return replace(totals, measured={**totals.measured, **measured, **rows})
 
-    def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
-        """Add the gradient of one micro-batch. Returns its loss and its statistics."""
+    def _backward(
+        self, micro_batch: MicroBatch, totals: BatchTotals | None, seen: RoutedPass | None
+    ) -> tuple[Tensor, dict[str, Any]]:
         # Empty at temperature 1 with logits, for algorithms without such arguments.
         policy: dict[str, Any] = {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
         if self._chunked_logits:
@@ -241,10 +264,22 @@ class TorchBackend(ModelPasses, BackendBase):
             )
         if type(self.algo).compute_loss is not RLAlgorithm.compute_loss:
             stats = with_reported_loss(loss, stats)
+        if seen is not None and self.cfg.router_aux_coef:
+            weights, own = self._router_load(micro_batch, seen)
+            load = own if totals is None else totals.measured.get(ROUTER_LOAD, own)
+            balance = seen.balance_loss(weights, load)
+            loss = loss + self.cfg.router_aux_coef * balance
+            mean = balance.detach() * load[-1] / own[-1].clamp(min=1)
+            stats = {**stats, "router_aux_loss": mean, "num_router_aux_loss": own[-1]}
         profile.after_forward()
         with record_function("ludic.backward"):
             (loss * (self._gradient_scale * self._scale.value)).backward()
         return loss.detach().float(), {**stats, **profile.after_backward()}
+
+    def _router_load(self, micro_batch: MicroBatch, seen: Any) -> tuple[Tensor, Tensor]:
+        """[N] how often each token counts, and the load of the experts."""
+        weights = count_samples(micro_batch.tensors) * float(micro_batch.num_items > 0)
+        return weights, seen.load(weights, self.routers.num_experts)  # type: ignore[union-attr]
 
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """A context in which ranks exchange gradients only for the last micro-batch."""
@@ -322,7 +357,8 @@ class TorchBackend(ModelPasses, BackendBase):
 
         def backward(micro_batch: MicroBatch) -> Tensor:
             images = ImagePass(self.images, [micro_batch])
-            loss, _ = self._backward(images.bind(micro_batch), totals)
+            with self.routed(micro_batch) as seen:
+                loss, _ = self._backward(images.bind(micro_batch), totals, seen)
             images.backward()
             return loss
 
@@ -353,6 +389,12 @@ class TorchBackend(ModelPasses, BackendBase):
         read_model(self.model, folder)
         if optimizer:
             read_optimizer_if_stored(self.optimizer, self.model, folder)
+
+    def offload(self) -> TrainFuture[None]:
+        return self._run("offload", self._held.to_host)
+
+    def reload(self) -> TrainFuture[None]:
+        return self._run("reload", lambda: self._held.to_device(self.cfg.model_device))
 
     def snapshot_weights(self) -> TrainFuture[dict[str, Tensor]]:
         def copy() -> dict[str, Tensor]:

@@ -1,10 +1,5 @@
-"""The images of a macro-batch, and the ids that stand for them in its table.
-
-In the table the placeholders of an image are `KEY + n`, n the number of the image in the batch
-(`models.images.rows`), so that ids are equal only where images are: prefix trees, turns that share
-a line, digests and bytes are right without knowing of images. A micro-batch has placeholders again,
-and its `RowImages`.
-"""
+"""The images of a macro-batch, and the ids that stand for them in its table (`models.images.rows`).
+A micro-batch has placeholders again, and its `RowImages`."""
 
 from __future__ import annotations
 
@@ -71,10 +66,6 @@ class SampleImages:
         """Put the placeholder into the `input_ids` of a collation, which are changed."""
         ids = columns["input_ids"]
         ids[ids >= KEY] = self.placeholder_id
-
-    def of_sequences(self, samples: NDArray[np.int64]) -> RowImages:
-        """The images of sequences, each of which has the images of a sample."""
-        return RowImages(self.placeholder_id, [self.spans[sample] for sample in samples])
 
     def of_trees(self, samples: NDArray[np.int64], shared: NDArray[np.int64], order: NDArray[np.int64]) -> RowImages:
         """The images of prefix trees. `samples` [N] in the order of the trees, `shared` and `order`

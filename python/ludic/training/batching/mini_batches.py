@@ -40,11 +40,11 @@ from ludic.training.batching.packing import (
     token_lengths,
 )
 from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
+from ludic.training.batching.routes import collate_routes
 from ludic.training.batching.token_columns import count_tokens, row_starts
 from ludic.training.config import Packing as PackingName, TrainerConfig
-from ludic.training.loss import BatchTotals
 from ludic.training.loss.actions import collate_actions
-from ludic.training.loss.batch import CANDIDATES
+from ludic.training.loss.batch import CANDIDATES, BatchTotals
 from ludic.training.types import TOKEN_WEIGHT, SAWItem
 from ludic.types import group_of
 
@@ -81,12 +81,14 @@ class MacroBatch:
     that these are the samples of this rank alone, and other ranks have others."""
     images: SampleImages | None = None
     """None if no sample has images."""
+    routed: NDArray[np.int32] | None = None
+    """The ids of `key_routes`."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
         """Read the items once, truncate them, and drop those without a predicted action token. With
         `merge_turns`, an item that continues the item before it shares its line."""
-        table, retained, images = read_table(items, max_seq_len, merge_turns=merge_turns)
+        table, retained, images, routed = read_table(items, max_seq_len, merge_turns=merge_turns)
         original = table.original_lengths if images is None else token_lengths(items)
         truncated = np.asarray(original > table.lengths)
         trained = np.asarray(table.target_counts > 0)
@@ -97,7 +99,7 @@ class MacroBatch:
             retained, table = [retained[row] for row in rows], table.select(rows)
             images = None if images is None else images.select(rows)
         empty, without = int((truncated & ~trained).sum()), int((~truncated & ~trained).sum())
-        return cls(retained, table, empty, without, dropped, images=images)
+        return cls(retained, table, empty, without, dropped, images=images, routed=routed)
 
     @cached_property
     def has_candidates(self) -> bool:
@@ -265,6 +267,7 @@ class MiniBatch:
         for index in range(self.num_micro_batches):
             started = time.perf_counter()
             micro_batch = self._collate(index)
+            micro_batch.tensors.update({} if self.batch.share is None else self.batch.share.columns)
             self.collate_s += time.perf_counter() - started
             yield micro_batch
 
@@ -312,9 +315,7 @@ class MiniBatch:
         without.
 
         The costliest comes first: one that does not fit into memory then fails in the first pass,
-        and ranks that synchronise after every pass run micro-batches of similar cost at the same
-        time.
-        """
+        and ranks that synchronise after every pass run similar costs at the same time."""
         lengths = self.lengths[lines]
         longest = int(lengths.max())
         return int(lengths.sum()) if self.packing == "padding_free" else longest * len(lengths), longest
@@ -323,7 +324,6 @@ class MiniBatch:
         return plan_lines(self.lengths, self.cfg, self.packing)
 
     def _plan_lines_greedily(self) -> Packing | _core.Plan:
-        """Return the greedy plan; statistics compare it with the configured one."""
         return _core.plan_greedy(self.unshared_lengths, self.cfg.micro_token_budget)
 
     @property
@@ -344,28 +344,29 @@ class MiniBatch:
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         pad_token_id = None if self.packing == "padding_free" else self.cfg.pad_token_id
-        names = tuple(self.batch.name(row) for row in rows)
-        tensors = collate_rows(self.batch.table, self.batch.images, rows, self.cfg.model_device, pad_token_id=pad_token_id)
+        table, images, device, routed = self.batch.table, self.batch.images, self.cfg.model_device, self.batch.routed
+        tensors = collate_rows(table, images, rows, device, pad_token_id=pad_token_id, routed=routed)
         for name, by_row in self.batch.token_columns.items():
             tensors[name] = collate_actions([by_row.get(int(row)) for row in rows], tensors)
         if self.batch.has_candidates:
             tensors |= collate_candidates([self.batch.items[row] for row in rows], tensors)
+        if self.cfg.replay_routing:
+            tensors |= collate_routes([self.batch.items[row] for row in rows], tensors, required=routed is None)
         tensors |= to_tensors(
             {name: column[rows].astype(np.float32) for name, column in self.batch.sample_columns.items()}, self.cfg.model_device
         )
         if self._positions is not None:
             tensors |= to_tensors({"position": self._positions[rows]}, self.cfg.model_device)
-        return MicroBatch(tensors, len(rows), names)
+        return MicroBatch(tensors, len(rows), tuple(self.batch.name(row) for row in rows))
 
     def lockstep(self) -> tuple[float, float]:
         """`RankPlans.lockstep`; zeros if the batch is not divided over ranks."""
         return self.plan.lockstep() if isinstance(self.plan, RankPlans) else (0.0, 0.0)
 
     def padding(self) -> dict[str, float]:
-        """Return `PADDING_KEYS`: real tokens; tokens that samples share, which are computed once;
-        computed tokens, padding included; computed tokens under the greedy plan, and with all
-        samples padded to the longest, both without trees; and the number of micro-batches. The
-        tokens of a shared batch are counted over all ranks."""
+        """Return `PADDING_KEYS`: real tokens; shared ones, computed once; computed ones, padding
+        included; those under the greedy plan, and with all samples padded to the longest, both
+        without trees; and the number of micro-batches. Of a shared batch, over all ranks."""
         if self.plan is None:
             return dict.fromkeys(PADDING_KEYS, 0.0)
         greedy = self._plan_lines_greedily()
@@ -386,8 +387,7 @@ PADDING_KEYS = (
 
 
 def batch_totals(batch: MacroBatch, rows: Rows, device: torch.device | str, *, num_pairs: float | None = None) -> BatchTotals:
-    """Return the totals of the samples at `rows`, over all ranks. Without `num_pairs`, the
-    number of pairs is half the number of samples."""
+    """The totals of the samples at `rows`, over all ranks; by default half as many pairs."""
     pairs = len(rows) / 2 if num_pairs is None else num_pairs
     weights, targets = batch.table.weights[rows], count_tokens(batch.table)[rows]
     if batch.share is not None or not ranks.is_distributed():

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.errors import DataError, check_value
-from ludic.models.images.rows import IMAGES
+from ludic.models.context_parallel import CONTEXT
+from ludic.models.images.rows import IMAGES, RowImages
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.batching.candidates import collate_candidates
 from ludic.training.batching.image_keys import SampleImages
+from ludic.training.batching.routes import collate_routes, key_routes, restore_ids
 from ludic.training.batching.token_columns import count_in_part, table_of_items
 from ludic.training.config import Packing as PackingName, TrainerConfig, check_budget
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
@@ -47,7 +49,8 @@ class MicroBatch:
     """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and the `int`
     `max_seqlen`; then also `prefix_trees`, if the model computes these. If samples share a row,
     `turns` `[N, 3]` has the row, start and end of each. Samples with images have `images`, a
-    `RowImages`. Preference samples have a `meta` in addition to their tensors."""
+    `RowImages`; samples that several ranks compute together `context`, a `ContextGroup`. Preference
+    samples have a `meta` in addition to their tensors."""
     num_items: int
     """N: number of samples; equal to the number of rows unless samples share one."""
     sample_names: tuple[str, ...] = ()
@@ -86,6 +89,9 @@ def select_rows(tensors: Mapping[str, Any], rows: slice, samples: slice) -> dict
     if IMAGES in tensors:
         others = {name: value for name, value in tensors.items() if name != IMAGES}
         return {**select_rows(others, rows, samples), IMAGES: tensors[IMAGES].select(rows)}
+    if CONTEXT in tensors:
+        others = {name: value for name, value in tensors.items() if name != CONTEXT}
+        return {**select_rows(others, rows, samples), CONTEXT: tensors[CONTEXT]}
     if "cu_seqlens" not in tensors:
         return {name: value[rows if value.ndim >= 2 else samples] for name, value in tensors.items()}
     bounds = tensors["cu_seqlens"][rows.start : rows.stop + 1]
@@ -137,19 +143,31 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
     images = SampleImages.of_items(items) if any(item.images for item in items) else None
     table = table_of_items(items if images is None else images.key(items))
     tensors = collate_rows(table, images, np.arange(len(items)), device, pad_token_id=pad_token_id)
-    return tensors | collate_candidates(items, tensors)
+    return tensors | collate_candidates(items, tensors) | collate_routes(items, tensors)
 
 
 def collate_rows(
-    table: _core.SampleTable, images: SampleImages | None, rows: Rows, device: torch.device | str, *, pad_token_id: int | None
+    table: _core.SampleTable,
+    images: SampleImages | None,
+    rows: Rows,
+    device: Any,
+    *,
+    pad_token_id: int | None,
+    routed: Any = None,
 ) -> dict[str, Any]:
-    """The tensors of the samples at `rows`, padded, or with None as `pad_token_id` concatenated."""
+    """The tensors of the samples at `rows`, padded, or with None as `pad_token_id` concatenated.
+    `routed`: the ids of keys (`key_routes`)."""
     columns = table.collate_padding_free(rows) if pad_token_id is None else table.collate(rows, pad_token_id)
+    if routed is not None:
+        restore_ids(columns, routed)
     if images is None:
         return count_in_part(to_tensors(columns, device))
     images.restore(columns)
     last = find_line_bounds(table.chains[rows])[1:] - 1  # of each line: it has the images of the others
-    return {**count_in_part(to_tensors(columns, device)), IMAGES: images.of_sequences(rows[last])}
+    return {
+        **count_in_part(to_tensors(columns, device)),
+        IMAGES: RowImages(images.placeholder_id, images.select(rows[last]).spans),
+    }
 
 
 _SEQUENCES = ("input_ids", "attention_mask", "action_mask")
@@ -189,6 +207,7 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
             None if fractions is None else fractions[:num_actions],
             {name: values[:num_actions] for name, values in columns.items()} if columns else columns,
             None if candidates is None else candidates[:num_actions],
+            None if item.attachments.routes is None else item.attachments.routes.cut(kept),
         ),
         images=tuple(span for span in item.images if span.start < kept),
     )
@@ -261,12 +280,14 @@ def collate_micro_batches(
     check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []
-    table, kept, images = read_table(items, max_seq_len)
+    table, kept, images, routed = read_table(items, max_seq_len)
     plan = _core.plan_greedy(table.lengths, micro_token_budget)
     micro_batches = []
     for rows in (plan[k] for k in range(len(plan))):
-        tensors = collate_rows(table, images, rows, device, pad_token_id=pad_token_id)
-        micro_batches.append(MicroBatch(tensors | collate_candidates([kept[row] for row in rows], tensors), len(rows)))
+        tensors = collate_rows(table, images, rows, device, pad_token_id=pad_token_id, routed=routed)
+        own = [kept[row] for row in rows]
+        tensors |= collate_candidates(own, tensors) | collate_routes(own, tensors)
+        micro_batches.append(MicroBatch(tensors, len(rows)))
     return micro_batches
 
 
@@ -280,18 +301,21 @@ def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
 
 def read_table(
     items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False
-) -> tuple[_core.SampleTable, list[SAWItem], SampleImages | None]:
+) -> tuple[_core.SampleTable, list[SAWItem], SampleImages | None, Any]:
     """The items, cut to `max_seq_len` tokens: as a table, as items (`truncate_and_flag`), and their
-    images, None without any. With images the items are cut first, since no image is divided, and
-    the table has keyed ids. `merge_turns`: items that continue the one before them are chained."""
+    images and the ids of `key_routes`, None without any. With images the items are cut first, since
+    no image is divided, and the table has keyed ids. `merge_turns`: items that continue the one
+    before them are chained."""
     if any(item.images for item in items):
         kept = [truncate_and_flag(item, max_seq_len) for item in items]
         images = SampleImages.of_items(kept)
-        table = table_of_items(images.key(kept))
-        return table.chained() if merge_turns else table, kept, images
-    table = table_of_items(items)
+        keyed, routed = key_routes(images.key(kept))
+        table = table_of_items(keyed)
+        return table.chained() if merge_turns else table, kept, images, routed
+    keyed, routed = key_routes(items)
+    table = table_of_items(keyed)
     table = (table.chained() if merge_turns else table).truncate(max_seq_len)
-    return table, [truncate_and_flag(item, max_seq_len) for item in items], None
+    return table, [truncate_and_flag(item, max_seq_len) for item in items], None, routed
 
 
 def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig, packing: PackingName | None = None) -> _core.Plan:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ludic import _core
 from ludic.errors import RankError
+from ludic.models.context_parallel import CONTEXT, ContextGroup
 from ludic.training import ranks
 from ludic.training.batching.packing import Rows
 from ludic.training.config import Packing as PackingName, TrainerConfig
@@ -34,10 +35,20 @@ class RankShare:
 
     rank: int
     world: int
+    context: ContextGroup | None = None
+    """The ranks that have the same share, and compute slices of its rows. Ranks 0 to 3 in groups of
+    two have the shares 0, 0, 1 and 1 of 2."""
 
     @classmethod
     def of_this_rank(cls) -> RankShare:
-        return cls(ranks.rank(), ranks.world_size())
+        context = ranks.context()
+        size = 1 if context is None else context.size
+        return cls(ranks.rank() // size, ranks.world_size() // size, context)
+
+    @property
+    def columns(self) -> dict[str, ContextGroup]:
+        """What each micro-batch of the share has besides its tensors."""
+        return {} if self.context is None else {CONTEXT: self.context}
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,13 @@ from ludic.columns import Column, float_column
 from ludic.errors import DataError
 from ludic.images.store import current_store
 from ludic.training.batching.candidates import check_candidates, pack_candidates, unpack_candidates
-from ludic.training.batching.token_columns import add_token_columns
+from ludic.training.batching.routes import check_routes
+from ludic.training.batching.token_columns import FRACTIONS, add_token_columns, has_columns
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
-from ludic.types import ImageSpan, read_spans, stored
+from ludic.types import ImageSpan, Routes, read_spans, stored
 
-VERSION = 4
-"""Of the form of a batch."""
+VERSION, OLDEST = 5, 4
+"""Of the form of a batch: as it is written, and the first that is read."""
 _REFUSED = (TypeError, ValueError, OverflowError, RecursionError)
 """What msgspec raises for a value that it has no form for."""
 _SEQUENCES = ("input_ids", "attention_mask", "action_mask")
@@ -65,24 +66,21 @@ class PackedSamples(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     """Name -> a token column of the samples that have it."""
     candidates: list[list[bytes] | None] = []
     """`SampleAttachments.candidates` of each sample, int32; empty if none has any."""
-
-
-class PackedWithImages(PackedSamples, array_like=True, forbid_unknown_fields=True):
-    """The same of samples of which some have images. Samples of text are written without."""
-
-    images: list[list[ImageSpan]] = []
+    images: list[tuple[ImageSpan, ...]] = []
     """The spans of each sample; empty if none has any."""
+    routes: list[Routes | None] = []
+    """`SampleAttachments.routes` of each sample; empty if none has any."""
 
 
 class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     version: int
-    samples: PackedWithImages
+    samples: PackedSamples
     meta: dict[Any, Any]
     arrays: list[list[str | None]] | None
     """[N, 5] the dtype of each sequence that was an array of the user's; None if none was."""
 
 
-def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedWithImages, bytes]:
+def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedSamples, bytes]:
     """The samples as two parts, of which the second, `SampleTable.to_bytes`, is large. Raises
     DataError and DataTypeError for samples that could not be trained on, as
     `SampleTable.from_items`."""
@@ -90,35 +88,30 @@ def pack_samples(items: Sequence[SAWItem]) -> tuple[PackedWithImages, bytes]:
     table = _core.SampleTable.from_items([SAWItem(*sample) for sample in bare])
     for item in items:
         item.attachments.check_sendable()
-    add_token_columns(table, items)  # refuses what cannot be trained on
     logps = [None if item.actor_logps is None else float_column(stored(item.actor_logps, "token_logps")) for item in items]
-    fractions = [item.attachments.action_fractions for item in items]
-    own = [item.attachments.token_columns for item in items]
-    columns = {
-        name: _pack_column(
-            name, [None if (each := given.get(name)) is None else _as_floats(each) for given in own], table.action_counts
-        )
-        for name in sorted({name for given in own for name in given})
-    }
+    columns: dict[str, Any] = {}
+    candidates: list[list[bytes] | None] = []
+    if has_columns(items):
+        add_token_columns(table, items)  # refuses what cannot be trained on
+        own = [{**item.attachments.token_columns, FRACTIONS: item.attachments.action_fractions} for item in items]
+        for name in sorted({name for given in own for name in given}):
+            columns[name] = _pack_column(name, [_as_floats(given.get(name)) for given in own], table.action_counts)
+        candidates = [pack_candidates(item.attachments.candidates) for item in items] if check_candidates(items) else []
     images = [item.images for item in items] if any(item.images for item in items) else []
-    kind: Any = PackedWithImages if images else PackedSamples
-    packed = kind(
+    packed = PackedSamples(
         weights=np.array([item.weight for item in items], dtype=np.float64).tobytes(),
         logps=_pack_column("actor_logps", logps, table.action_counts),
-        fractions=_pack_column(
-            "action_fractions",
-            [None if each is None else _as_floats(each) for each in fractions],
-            table.action_counts,
-        ),
+        fractions=columns.pop(FRACTIONS, None),
         meta=[item.meta for item in items],
-        columns={name: column for name, column in columns.items() if column is not None},
-        candidates=[pack_candidates(item.attachments.candidates) for item in items] if check_candidates(items) else [],
-        **({"images": images} if images else {}),
+        columns=columns,
+        candidates=candidates,
+        images=images,
+        routes=[item.attachments.routes for item in items] if check_routes(items) else [],
     )
     return packed, table.to_bytes()
 
 
-def unpack_samples(packed: PackedWithImages, table: bytes | memoryview, *, is_foreign: bool = False) -> list[SAWItem]:
+def unpack_samples(packed: PackedSamples, table: bytes | memoryview, *, is_foreign: bool = False) -> list[SAWItem]:
     """The samples of `pack_samples`. Their sequences share the memory of `table`: int32, and uint8
     for masks; read, they are lists. Raises DataError for anything else.
 
@@ -132,33 +125,32 @@ def unpack_samples(packed: PackedWithImages, table: bytes | memoryview, *, is_fo
         attention = own_columns.get("attention_mask")
         if attention is None:
             attention = np.ones_like(actions)
-        counts, lengths = np.add.reduceat(actions, offsets[:-1], dtype=np.int64), np.diff(offsets).tolist()
+        counts = np.add.reduceat(actions, offsets[:-1], dtype=np.int64)
         logps, fractions = (_unpack_column(column, counts) for column in (packed.logps, packed.fractions))
-        columns = {name: _unpack_column(column, counts) for name, column in packed.columns.items()}
         attached = [
-            SampleAttachments(
-                None if own is None else ActorTokenLogps(own),
-                None,
-                None if parts is None else parts.tolist(),
-                {name: np.asarray(rows[row]) for name, rows in columns.items() if rows[row] is not None} if columns else {},
-                None if among is None else unpack_candidates(among),
-            )
-            for row, (own, parts, among) in enumerate(
-                zip(logps, fractions, packed.candidates or itertools.repeat(None, len(counts)), strict=True)
-            )
+            SampleAttachments(None if own is None else ActorTokenLogps(own), None, None if parts is None else parts.tolist())
+            for own, parts in zip(logps, fractions, strict=True)
         ]
+        for name, column in packed.columns.items():
+            for each, values in zip(attached, _unpack_column(column, counts), strict=True):
+                if values is not None:
+                    each.token_columns[name] = np.asarray(values)
+        for each, among in zip(attached, packed.candidates, strict=True) if packed.candidates else ():
+            each.candidates = unpack_candidates(among)
+        for each, experts in zip(attached, packed.routes, strict=True) if packed.routes else ():
+            each.routes = experts
         samples = zip(
             *(_split(column, offsets) for column in (ids, attention, actions)),
             np.frombuffer(packed.weights, np.float64).tolist(),
             packed.meta,
             attached,
-            (read_spans(spans, length) for spans, length in zip(packed.images, lengths, strict=True))
-            if packed.images
-            else itertools.repeat((), len(counts)),
             strict=True,
         )
         items = [SAWItem(*sample) for sample in samples]
-        if checked is not None:
+        for item, spans in zip(items, packed.images, strict=True) if packed.images else ():
+            item.images = read_spans(spans, len(stored(item, "input_ids")))
+        check_routes(items)
+        if checked is not None and has_columns(items):
             add_token_columns(checked, items)
             check_candidates(items)
         return items
@@ -166,8 +158,8 @@ def unpack_samples(packed: PackedWithImages, table: bytes | memoryview, *, is_fo
         raise DataError(f"the samples cannot be read: {error}") from error
 
 
-def _as_floats(values: Any) -> NDArray[Any]:
-    return float_column(np.asarray(values, dtype=np.float64))
+def _as_floats(values: Any) -> NDArray[Any] | None:
+    return None if values is None else float_column(np.asarray(values, dtype=np.float64))
 
 
 def _pack_column(name: str, columns: Sequence[NDArray[Any] | None], counts: NDArray[np.int32]) -> _ActionColumn | None:
@@ -260,7 +252,7 @@ def decode_batch(head: bytes | memoryview, table: bytes | memoryview) -> SAWBatc
         content = _DECODER.decode(head)
     except (ValueError, TypeError) as error:  # MsgspecError is a ValueError
         raise DataError(f"the batch cannot be read: {error}; run one version of ludic everywhere") from error
-    if content.version != VERSION:
+    if not OLDEST <= content.version <= VERSION:
         raise DataError(f"the batch has version {content.version}, this ludic reads {VERSION}; run one version everywhere")
     items = unpack_samples(content.samples, table)
     current_store().check(span.digest for item in items for span in item.images)

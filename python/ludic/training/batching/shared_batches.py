@@ -33,8 +33,8 @@ from ludic.training import ranks
 from ludic.training.batching.mini_batches import unit_key
 from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.batching.source import OPTIONAL_MEMBERS, PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
+from ludic.training.ranks.collectives import broadcast_bytes, group_device
 from ludic.training.ranks.rendezvous import describe_error, rebuild_error
-from ludic.training.ranks.session import broadcast_bytes, group_device
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import BatchSource, SAWBatch
 from ludic.user_objects import forward_members

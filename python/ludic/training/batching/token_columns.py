@@ -32,8 +32,21 @@ FRACTIONS = "action_fractions"
 def table_of_items(items: Sequence[SAWItem]) -> _core.SampleTable:
     """The items as a table with their token columns. Raises as `SampleTable.from_items`,
     `read_token_columns` and `check_candidates`."""
+    table = _core.SampleTable.from_items(items)
+    if not has_columns(items):
+        return table
     check_candidates(items)
-    return add_token_columns(_core.SampleTable.from_items(items), items)
+    return add_token_columns(table, items)
+
+
+def has_columns(items: Sequence[SAWItem]) -> bool:
+    """Whether a sample has token columns, fractions or candidates. Most batches have none, and pay
+    for this pass alone."""
+    for item in items:
+        each = item.attachments
+        if each.token_columns or each.action_fractions is not None or each.candidates is not None:
+            return True
+    return False
 
 
 def add_token_columns(table: _core.SampleTable, items: Sequence[SAWItem]) -> _core.SampleTable:
@@ -55,8 +68,6 @@ def read_token_columns(items: Sequence[SAWItem]) -> dict[str, NDArray[np.float32
     some samples lack, and for a fraction that is not > 0 in float32.
     """
     attached = [item.attachments for item in items]
-    if not any(each.token_columns or each.action_fractions is not None for each in attached):
-        return {}
     counts = [int(np.count_nonzero(np.asarray(stored(item, "action_mask")))) for item in items]
     given: dict[str, list[Any]] = {
         name: [item.attachments.token_columns.get(name, item.weight if name == TOKEN_WEIGHT else None) for item in items]

@@ -18,6 +18,7 @@ from ludic.training.batching.mini_batches import MiniBatch
 from ludic.training.batching.packing import MicroBatch, Packing, Rows, plan_lines
 from ludic.training.batching.pair_batches import PreferenceMiniBatch, SampleMiniBatch, join_plans
 from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
+from ludic.training.batching.routes import restore_ids
 
 MIN_SHARED = 8
 """A shorter common prefix is computed for each sample: a branch costs a little, too."""
@@ -54,8 +55,10 @@ class TreeMiniBatch(MiniBatch):
         table = self.batch.table
         if self.cfg.prefix_sharing == "off" or table.has_partial_attention or not len(self.rows):
             return
-        order, shared, bounds, tokens = self._plan_trees()
         always = self.cfg.prefix_sharing == "tree"
+        if self.batch.has_candidates and not always:  # they need whole logits
+            return
+        order, shared, bounds, tokens = self._plan_trees()
         if not always and tokens.sum(dtype=np.int64) > PAYS_BELOW * self.lengths.sum(dtype=np.int64):
             return
         self._unshared = self.lengths
@@ -86,6 +89,8 @@ class TreeMiniBatch(MiniBatch):
             shared = self._shared[by_tree]
             shared[0] = 0  # as it is, unless the row stands for no sample (`MiniBatch._collate`)
             arrays, device = table.collate_trees(by_tree, shared), self.cfg.model_device
+            if self.batch.routed is not None:
+                restore_ids(arrays, self.batch.routed)
             if self.batch.images is not None:
                 self.batch.images.restore(arrays)
                 tensors[IMAGES] = self.batch.images.of_trees(by_tree, shared, order)

@@ -125,9 +125,9 @@ class PreferenceEvaluator:
 
     def _scores(self) -> Floats:
         """[N] score of each sample. All ranks must call this; each computes its share."""
-        pairs = np.arange(len(self.batch.items)).reshape(-1, 2)  # lone samples are not scored
         kind = TreeMiniBatch if computes_trees(self._passes) else MiniBatch
-        mini_batch = kind(self.batch, pairs[ranks.rank() :: ranks.world_size()].reshape(-1), self._cfg)
+        shared = replace(self.batch, share=RankShare.of_this_rank())
+        mini_batch = kind(shared, np.arange(2 * self.batch.num_pairs), self._cfg)  # lone samples are not scored
         scores = np.zeros(len(self.batch.items))
         for index, micro_batch in enumerate(mini_batch):
             rows = mini_batch.micro_batch_rows(index)

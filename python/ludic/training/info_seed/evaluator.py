@@ -146,7 +146,6 @@ class SeedEvaluator:
 
 
 def _collate(items: Sequence[SAWItem], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Padded batches, in order."""
     for start in range(0, len(items), ROWS):
         rows = items[start : start + ROWS]
         width = max(len(item.input_ids) for item in rows)
@@ -201,7 +200,6 @@ def write_seed_heatmap(folder: str | Path, step: int, pooled: ArrayLike, seed_id
 
 
 def _seeded(pooled: ArrayLike, seed_ids: ArrayLike) -> tuple[Array, NDArray[np.int64]]:
-    """The rows with a seed, and their seeds."""
     rows, ids = np.asarray(pooled, dtype=np.float64), np.asarray(seed_ids).astype(np.int64)
     if rows.ndim != 2 or ids.shape != rows.shape[:1]:
         raise DataError(f"pooled {rows.shape} must be [N, D] and seed_ids {ids.shape} [N]")

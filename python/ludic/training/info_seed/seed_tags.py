@@ -107,7 +107,6 @@ def without_tags(batch: SAWBatch) -> SAWBatch:
 
 
 def _prompt_length(action_mask: Sequence[int]) -> int:
-    """Number of tokens before the first action token."""
     return next((index for index, acts in enumerate(action_mask) if acts), len(action_mask))
 
 

@@ -28,6 +28,10 @@ def check_setup(
     cfg.validate()
     check_early_stopping(cfg)
     check_reducers(reducers)
+    if cfg.offload and (publisher is None or cfg.sync_every_steps != 1):
+        raise ConfigError(
+            f"sync_every_steps ({cfg.sync_every_steps}) must be 1, with a publisher: with offload weights leave the device to be published"
+        )
     if publisher is None and cfg.was_set("sync_every_steps") and cfg.sync_every_steps > 1:
         raise ConfigError(f"sync_every_steps ({cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher= or set it to 0")
     if publisher is None and cfg.was_set("sync_every_steps") and cfg.sync_every_steps == 1:
@@ -59,6 +63,10 @@ def check_ranks(source: BatchSource) -> None:
     if not ranks.is_distributed() or as_batch_source(source).divided_by_trainer:
         return
     name, world = type(source).__name__, ranks.world_size()
+    if ranks.context() is not None:
+        raise ConfigError(
+            f"batch_source ({name}) gives each rank its own samples, and ranks share rows; wrap it in SharedBatches"
+        )
     shared = as_batch_source(source).shards_across_ranks
     if shared is False:
         raise ConfigError(f"batch_source ({name}) gives each of {world} ranks the same prompts; wrap it in SharedBatches")

@@ -199,7 +199,6 @@ def _zero_weight_stats(micro_stats: Sequence[Mapping[str, float]], tokens: float
 
 @cache
 def _warn_of_name(name: str) -> None:
-    """Warn, once per process."""
     logger.warning("the reducer %s has the name of a statistic of the loss, which is logged instead; give it another name", name)
 
 
@@ -293,7 +292,7 @@ class RankTimes:
             return {}
         own = [0.0] * ranks.world_size()
         own[ranks.rank()] = seconds
-        everyone = ranks.sum_over_ranks(own, device)
+        everyone = ranks.max_over_ranks(own, device)
         slow = find_slow(everyone)
         self._in_a_row = self._in_a_row + 1 if slow is not None and slow == self._last_slow else int(slow is not None)
         self._last_slow = slow

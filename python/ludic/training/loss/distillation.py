@@ -65,7 +65,8 @@ class DistillationLoss(Loss):
     def _diverge(self, logits_NV: Tensor, teacher_NV: Tensor) -> Tensor:
         """[N] D of each row, in float32 or wider."""
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
-        policy, teacher = (_log_softmax(each, wide) for each in (logits_NV, teacher_NV))
+        least = torch.finfo(wide).min / 4  # p log p is 0 where p is 0
+        policy, teacher = (each.log_softmax(dim=-1, dtype=wide).clamp(min=least) for each in (logits_NV, teacher_NV))
         if self.top_k is not None and self.top_k < logits_NV.shape[1]:
             top = teacher.topk(self.top_k, dim=-1).indices
             policy, teacher = _merge_rest(policy, top), _merge_rest(teacher, top)
@@ -76,11 +77,6 @@ class DistillationLoss(Loss):
         b = self.jsd_beta
         mixture = torch.logaddexp(teacher + math.log(b), policy + math.log1p(-b))
         return b * _kl(teacher, mixture) + (1 - b) * _kl(policy, mixture)
-
-
-def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Log-probabilities clamped to finite values, so that p log p is 0 where p is 0."""
-    return torch.log_softmax(logits, dim=-1, dtype=dtype).clamp(min=torch.finfo(dtype).min / 4)
 
 
 def _merge_rest(logp_NV: Tensor, top_NK: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ludic.models.context_parallel import RowSlice
 from ludic.models.flops import reported_products
 from ludic.models.output_layer import OutputLayer, Products, VocabularyShard
 from ludic.training.loss.logprobs import LogitsUse, select_logp_and_entropy, selective_log_softmax
@@ -58,15 +59,17 @@ class TokenScores:
         temperature: float = 1.0,
         with_entropy: bool = False,
         places: Tensor | None = None,
+        part: RowSlice | None = None,
         anchor: Tensor | None = None,
     ) -> None:
         """hidden [B, T, D]: the inputs of the output layer; input_ids [B, T]. mask [B, T]: only
         next tokens at which it is not 0 have scores, the others have 0. None means all.
         `temperature`: the policy is softmax(logits / temperature). `with_entropy`: the entropy will
         be read, and is computed together with the log-probabilities. places [B * T]: where the
-        hidden state of each token is in `hidden`. None means at its own place. anchor [B, 0, V]:
-        the model's output, for backward hooks that wait for a gradient of it, as in FSDP2."""
-        self.anchor = anchor
+        hidden state of each token is in the row. None means at its own place. `part`: `hidden`
+        [1, w, D] is this rank's slice of the row, and the results are joined. anchor [B, 0, V]: the
+        model's output, for backward hooks that wait for a gradient of it, as in FSDP2."""
+        self.anchor, self.part = anchor, part
         self.hidden, self.layer, self.input_ids, self.places = hidden, layer, input_ids, places
         self.mask, self.temperature, self.with_entropy = mask, temperature, with_entropy
 
@@ -93,9 +96,14 @@ class TokenScores:
         # Shifted value i of rows of T - 1 values belongs to hidden state i + i // (T - 1) of rows
         # of T. Example: T = 3, values 0 1 | 2 3, states 0 1 . | 3 4 .
         states = self._positions + self._positions // (self.input_ids.shape[1] - 1)
-        chosen_ND = self.hidden.flatten(0, 1).index_select(0, states if self.places is None else self.places[states])
-        index_N = self.input_ids[:, 1:].flatten()[self._positions]
-        return self._score(chosen_ND, index_N, with_entropy)
+        places_N = states if self.places is None else self.places[states]
+        index_N, states = self.input_ids[:, 1:].flatten()[self._positions], self.hidden.flatten(0, 1)
+        if self.part is None:
+            return self._score(states.index_select(0, places_N), index_N, with_entropy)
+        own = self.part.find_own(places_N)
+        scored = self._score(states.index_select(0, places_N[own] - self.part.start), index_N[own], with_entropy)
+        logp_N, entropy_N = (self.part.add(each.new_zeros(len(index_N)).index_copy(0, own, each)) for each in scored)
+        return logp_N, entropy_N
 
     def _score(self, chosen_ND: Tensor, index_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
         products = self.layer.products(chosen_ND)
@@ -125,21 +133,22 @@ class LogitScores(TokenScores):
         self,
         logits: Tensor,
         input_ids: Tensor,
-        places: Tensor,
+        places: Tensor | None,
         *,
+        part: RowSlice | None = None,
         mask: Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
         wide: bool = True,
     ) -> None:
-        """logits [1, U, V]; input_ids [1, S]; places [S]: where the logits of each token are.
-        `wide`: compute in float32 for logits of any dtype."""
-        self.hidden, self.input_ids, self.places = logits, input_ids, places
+        """logits [1, U, V], or with `part` [1, w, V]; input_ids [B, T]; places [B * T]: where the
+        logits of each token are. `wide`: compute in float32 for logits of any dtype."""
+        self.hidden, self.input_ids, self.places, self.part = logits, input_ids, places, part
         self.mask, self.temperature, self.with_entropy, self.wide = mask, temperature, with_entropy, wide
 
     @property
     def placeholder(self) -> Tensor:
-        """[1, S, V] nan, which takes no memory."""
+        """[B, T, V] nan, which takes no memory."""
         return self.hidden.new_full((), torch.nan).expand(*self.input_ids.shape, self.hidden.shape[-1])
 
     def _score(self, chosen_ND: Tensor, index_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:

@@ -161,7 +161,11 @@ class CauseFinder:
             if ids == prompt:
                 continue
             text, expected = self.tokenizer.decode(prompt), self.tokenizer.decode(ids)
-            return RETOKENISED_PROMPT() if text == expected else _other_template(text, expected)
+            if text == expected:
+                return RETOKENISED_PROMPT()
+            at = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), min(len(text), len(expected)))
+            shown = slice(max(0, at - 10), at + 30)
+            return OTHER_TEMPLATE(at=at, prompt=text[shown], expected=expected[shown])
         return None
 
     def check_completions(self, comparison: Comparison) -> Cause | None:
@@ -202,7 +206,6 @@ class CauseFinder:
         )
 
     async def _sample_probes(self, client: CompletesTokens, comparison: Comparison) -> list[SAWItem]:
-        """Sample new completions of the samples' prompts, from token ids."""
         sampling = self.sampling or SamplingParams(temperature=self.cfg.temperature)
         sampling = replace(
             sampling, max_tokens=min(sampling.max_tokens, max(len(_completion(item)) for item in comparison.items))
@@ -217,7 +220,7 @@ class CauseFinder:
             prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
             mask = [0] * len(prompt) + [1] * len(completion)
             logps = ActorTokenLogps(list(trace.completion_logprobs or []))
-            attached = SampleAttachments(logps, candidates=trace.candidates)
+            attached = SampleAttachments(logps, candidates=trace.candidates, routes=trace.routes)
             items.append(SAWItem(prompt + completion, [1] * len(mask), mask, 0.0, {}, attached, trace.images))
         return items
 
@@ -244,7 +247,6 @@ def _try_shifts(comparison: Comparison) -> list[tuple[Cause, float]]:
 
 
 def _prompt(item: SAWItem) -> list[int]:
-    """The ids before the first action token."""
     first = int(np.flatnonzero(np.asarray(item.action_mask))[0])
     return [int(i) for i in item.input_ids[:first]]
 
@@ -258,7 +260,6 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
-    """Return the sample with another prompt before its completion."""
     completion = _completion(item)
     old = len(_prompt(item))
     mask = [int(value) for value in np.asarray(item.action_mask)[old:]]
@@ -280,14 +281,6 @@ def _with_shifted_ids(item: SAWItem, by: int, largest: int) -> SAWItem:
     action = np.asarray(item.action_mask) != 0
     ids[action] = np.clip(ids[action] + by, 0, largest)
     return replace(item, input_ids=[int(i) for i in ids])
-
-
-def _other_template(text: str, expected: str) -> Cause:
-    """Return the cause, which quotes both texts from 10 characters before the first difference to
-    30 after it."""
-    at = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), min(len(text), len(expected)))
-    shown = slice(max(0, at - 10), at + 30)
-    return OTHER_TEMPLATE(at=at, prompt=text[shown], expected=expected[shown])
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from ludic.training.types import SAWItem
 logger = logging.getLogger(__name__)
 
 WORST_SHOWN = 8
+MOST_TOKENS = 2048
+"""Padded tokens that are compared, so that a large model on a CPU begins soon."""
 MAX_DIFFERENCE, MAX_ROUNDING = 0.02, 0.1
 """The default thresholds, in nats: in float32, and in coarser types."""
 MIN_DIFFERENCE = 1e-3
@@ -123,7 +125,8 @@ class Preflight:
     threshold: float = MAX_DIFFERENCE
     """Largest mean absolute difference, in nats, that counts as agreement."""
     num_samples: int = 32
-    """Maximum number of samples to compare; they must also fit into one micro-batch."""
+    """Maximum number of samples to compare; with padding they also have at most 2,048 tokens, or
+    the tokens of the longest sample."""
     on_report: Callable[[PreflightReport], None] | None = None
     """Called with the result, whether trainer and sampler agree or not."""
     report: PreflightReport | None = field(default=None, init=False)
@@ -180,18 +183,18 @@ class Preflight:
 
 
 def _select_samples(items: Sequence[SAWItem], count: int, budget: int) -> list[SAWItem]:
-    """Select up to `count` samples, at regular intervals in the batch, that fit into one
-    micro-batch.
+    """Select the longest sample and up to `count - 1` others, at regular intervals in the batch,
+    that fit into one micro-batch. Padded, they have at most `MOST_TOKENS` tokens, or those of the
+    longest sample.
 
-    Example: 7 usable samples and count 3 give a stride of 7 // 3 = 2: samples 0, 2 and 4.
+    Example: 7 usable samples and count 3 give a stride of 7 // 3 = 2: the longest sample and those
+    of 0, 2 and 4 that still fit.
     """
-    usable = [item for item in items if item.actor_logps is not None and len(item.input_ids) > 1]
-    candidates = usable[:: max(1, len(usable) // count)][:count]
-    selected: list[SAWItem] = []
-    longest = 0
-    for item in candidates:
-        widest = max(longest, len(item.input_ids))
-        if widest * (len(selected) + 1) <= budget:
-            selected.append(item)
-            longest = widest
-    return selected
+    usable = [item for item in items if item.actor_logps is not None and 1 < len(item.input_ids) <= budget]
+    if not usable:
+        return []
+    longest = max(usable, key=lambda item: len(item.input_ids))
+    width = len(longest.input_ids)
+    most = min(count, max(1, min(budget, MOST_TOKENS) // width))
+    others = [item for item in usable[:: max(1, len(usable) // count)] if item is not longest]
+    return [longest, *others[: most - 1]]

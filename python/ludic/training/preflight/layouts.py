@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ludic import _core
 from ludic.errors import ConfigError
+from ludic.models.context_parallel import CONTEXT, RowSlice
 from ludic.models.heads import captured_head, reads_last_token
 from ludic.models.images.processor import find_processor
 from ludic.models.images.support import check_images
@@ -35,7 +36,7 @@ from ludic.training.rng import preserved_rng
 
 logger = logging.getLogger(__name__)
 
-Layout = Literal["padded rows", "concatenated sequences", "trees"]
+Layout = Literal["padded rows", "concatenated sequences", "trees", "slices"]
 LENGTHS = (8, 40, 5, 24, 48)
 """Tokens of the samples, if the run and the model have room for them."""
 SHARED = (0, 3, 5, 16, 16)
@@ -100,6 +101,21 @@ def can_compute_trees(model: nn.Module, cfg: TrainerConfig) -> bool:
     if reason is not None:
         explain_rows(reason, model, cfg)
     return reason is None
+
+
+def require_slices(model: nn.Module, cfg: TrainerConfig) -> None:
+    """Prepare `model` for rows that several ranks compute together (`models.context_parallel`), if
+    there are such ranks. It gets the attention function of packed sequences. Raises ConfigError for
+    one that computes slices differently from whole rows, as layers do that look at other tokens
+    outside of attention. Runs the model on a few tokens; all ranks call it."""
+    context = ranks.context()
+    if context is None:
+        return
+    kind, name = type(unwrap_transformer(model)).__name__, get_attention(model)
+    reason = f"the attention of {kind} is {name}, not sdpa" if name not in ("sdpa", *OWN) else None
+    reason = reason or find_fault(model, cfg, "slices", attention=PACKED)
+    if any(ranks.max_over_ranks([float(reason is not None)], cfg.model_device)):
+        raise ConfigError(f"{reason or 'another rank computes other logits'}; set sharding.context ({context.size}) to 1")
 
 
 def explain_rows(reason: str, owner: object, cfg: TrainerConfig) -> None:
@@ -265,7 +281,6 @@ def _read_alone(model: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
 
 
 def _read_together(model: nn.Module, cfg: TrainerConfig, samples: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """What `_read_alone` gives for each sample."""
     lengths = np.array([len(ids) for ids in samples])
     bounds = np.concatenate([[0], lengths.cumsum()])
     table = _core.SampleTable.from_columns(torch.cat(list(samples)).cpu().numpy(), np.ones(bounds[-1], dtype=np.uint8), bounds)
@@ -277,7 +292,8 @@ def _read_together(model: nn.Module, cfg: TrainerConfig, samples: Sequence[Tenso
         parts = dict(zip(order.tolist(), row.split(lengths[order].tolist()), strict=True))
         return [parts[index] for index in rows]
     columns = table.collate(rows, cfg.pad_token_id) if layout == "padded rows" else table.collate_padding_free(rows)
-    read = _read(model, to_tensors(columns, cfg.model_device), layout)
+    slices = {CONTEXT: ranks.context()} if layout == "slices" else {}
+    read = _read(model, {**to_tensors(columns, cfg.model_device), **slices}, layout)
     return (
         [row[:length] for row, length in zip(read, lengths, strict=True)]
         if len(read) > 1
@@ -296,6 +312,8 @@ def _read(model: nn.Module, batch: Batch, layout: Layout) -> Tensor:
     with captured_head(model) as seen:
         pooled = forward_logits(model, batch)
     states, scores = seen[-1]
+    if CONTEXT in batch:  # where a score is read, the whole rows have shown
+        return RowSlice(batch[CONTEXT], batch["input_ids"].shape[1]).join(states).float()
     if states.shape[:-1] != batch["input_ids"].shape:
         raise ConfigError(f"its head reads {tuple(states.shape)}, not each token")
     if PREFIX_TREES not in batch and not reads_last_token(model, scores, pooled, batch["input_ids"]):

@@ -38,7 +38,7 @@ from ludic.files.json_values import to_builtin
 from ludic.images.content import find_digests
 from ludic.images.store import ImageError, current_store, digest_of
 from ludic.training.batching.candidates import pack_candidates, unpack_candidates
-from ludic.training.batching.sample_codec import PackedWithImages, pack_samples, unpack_samples
+from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
 from ludic.training.rollouts.episodes import (
     EpisodeFailure,
@@ -51,7 +51,7 @@ from ludic.training.rollouts.episodes import (
 )
 from ludic.training.rollouts.to_samples import require_trace
 from ludic.training.types import SAWItem
-from ludic.types import ImageSpan, Rollout, Step, TokenTrace, group_of, stored
+from ludic.types import ImageSpan, Rollout, Routes, Step, TokenTrace, group_of, stored
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,8 @@ class _Trace(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     shared: int = 0
     """If not 0, the number of all ids of the step before: the prompt begins with them, and `prompt`
     has those after."""
-
-
-class _ImageTrace(_Trace, array_like=True, forbid_unknown_fields=True):
-    images: list[ImageSpan] = []  # written if there are any: traces of text have the bytes of older versions
+    images: tuple[ImageSpan, ...] = ()
+    routes: Routes | None = None
 
 
 class _Step(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -145,7 +143,7 @@ class _Step(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     truncated: bool
     terminated: bool
     info: dict[str, Any]
-    trace: _ImageTrace | None
+    trace: _Trace | None
     ts_ns: int
 
 
@@ -178,14 +176,11 @@ class _Group(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     num_requested: int
     counts: list[int]
     failures: list[_Failure]
-
-
-class _ImageGroup(_Group, array_like=True, forbid_unknown_fields=True):
     images: dict[str, bytes] = {}
-    """Digest -> bytes; written if there are any."""
+    """Digest -> bytes."""
 
 
-_DECODER = msgspec.msgpack.Decoder(_ImageGroup)
+_DECODER = msgspec.msgpack.Decoder(_Group)
 
 
 def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS, *, with_images: bool = True) -> bytes:
@@ -200,9 +195,8 @@ def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS, *, with_ima
         raise EntryError(f"a group holds tokens that cannot be sent: {error}") from error
     failures = [_Failure(**vars(each)) for each in played.failures]
     head = (group.run, group.number, group.version, group.attempt, group.actor, group.generation_s, group.ended_s)
-    content = (*head, rollouts, played.num_requested, list(astuple(played.counts)), failures)
     images = _read_images(_image_digests(played)) if with_images else {}
-    return seal(GROUP, _ImageGroup(*content, images) if images else _Group(*content), limits)
+    return seal(GROUP, _Group(*head, rollouts, played.num_requested, list(astuple(played.counts)), failures, images), limits)
 
 
 def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: SampleCheck | None = None) -> Group:
@@ -231,7 +225,6 @@ def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: Sa
 
 
 def _image_digests(played: PlayedRollouts) -> list[str]:
-    """Of all images that were seen, each once."""
     steps = [step for rollout in played for step in rollout.steps]
     read = (span.digest for step in steps if step.trace is not None for span in step.trace.images)
     shown = (digest for step in steps for obs in (step.prev_obs, step.next_obs) for digest in find_digests(obs))
@@ -266,26 +259,26 @@ def _encode_step(step: Step, before: Step | None) -> _Step:
     """A step as it is sent. Of a prompt that begins with all ids of the step before, only the rest
     is: an episode takes the bytes of its distinct tokens."""
     trace = step.trace
-    columns: Any = None
+    columns = None
     if trace is not None:
         prompt, completion, logps = trace_columns(trace)
         prompt, known = int_column(prompt), _ids_of(before)
         shared = len(known) if np.array_equal(prompt[: len(known)], known) else 0
-        columns = (_ImageTrace if trace.images else _Trace)(
+        columns = _Trace(
             ids_to_bytes(prompt[shared:]),
             ids_to_bytes(completion),
             None if logps is None else floats_to_bytes(logps),
             trace.finish_reason,
             pack_candidates(trace.candidates),
             shared,
-            *([trace.images] if trace.images else []),
+            trace.images,
+            trace.routes,
         )
     ends = (step.truncated, step.terminated)
     return _Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, columns, step.ts_ns)
 
 
 def _ids_of(step: Step | None) -> Column:
-    """The prompt and the answer of a step; none without a trace."""
     return int_column([]) if step is None or step.trace is None else join_ids(*trace_columns(step.trace)[:2])
 
 
@@ -302,14 +295,13 @@ def _decode_step(step: _Step, before: Step | None) -> Step:
         logps = None if step.trace.logps is None else float_column(floats_from_bytes(step.trace.logps, len(completion)))
         candidates = unpack_candidates(step.trace.candidates)
         listed = None if candidates is None else [ids.tolist() for ids in candidates]
-        facts = (step.trace.finish_reason, listed, tuple(step.trace.images))
+        facts = (step.trace.finish_reason, listed, step.trace.images, step.trace.routes)
         trace = TokenTrace(int_column(prompt), int_column(completion), logps, *facts)  # type: ignore[arg-type]
     ends = (step.truncated, step.terminated)
     return Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, trace, step.ts_ns)
 
 
 def _check_group(group: Group, limits: EntryLimits, check: SampleCheck | None = None) -> None:
-    """Raise EntryError for a group that cannot be trained on."""
     check, played = check or SampleCheck(), group.played
     counts = {"number": group.number, "attempt": group.attempt, **vars(played.counts), "num_requested": played.num_requested}
     if wrong := [f"{name} ({count})" for name, count in counts.items() if count < 0]:
@@ -346,7 +338,7 @@ def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimi
 
 GROUP, SAMPLES = 1, 2
 """Kinds of entries."""
-VERSIONS = {GROUP: 2, SAMPLES: 2}
+VERSIONS = {GROUP: 4, SAMPLES: 4}  # no flipped bit makes an older version of it
 OLDEST = {GROUP: 1, SAMPLES: 2}
 """The first version that is read."""
 _HEADER = struct.Struct(">4sBB16s")
@@ -478,25 +470,21 @@ class SampleGroup:
 class _Samples(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     producer: str
     sequence: int
-    samples: PackedWithImages
+    samples: PackedSamples
     table: bytes
-
-
-class _ImageSamples(_Samples, array_like=True, forbid_unknown_fields=True):
     images: dict[str, bytes] = {}
     """As of a group."""
 
 
-_SAMPLES_DECODER = msgspec.msgpack.Decoder(_ImageSamples)
+_SAMPLES_DECODER = msgspec.msgpack.Decoder(_Samples)
 
 
 def encode_samples(group: SampleGroup, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
     """The entry of a group. Raises EntryError for what `decode_samples` would refuse, so that an
     actor sends nothing that the trainer must set aside."""
     try:
-        content = (group.producer, group.sequence, *pack_samples(group.items))
         images = _read_images(span.digest for item in group.items for span in item.images)
-        payload = seal(SAMPLES, _ImageSamples(*content, images) if images else _Samples(*content), limits)
+        payload = seal(SAMPLES, _Samples(group.producer, group.sequence, *pack_samples(group.items), images), limits)
     except EntryError:
         raise
     except (DataError, DataTypeError) as error:

@@ -15,6 +15,7 @@ from ludic.inference.client import new_episode
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.single_agent import InteractionProtocol
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.freed_memory import settle_memory
 from ludic.training.rollouts.episodes import (
     CutOffWarnings,
     Episode,
@@ -175,11 +176,12 @@ class RolloutEngine:
         groups: dict[object, list[Episode]] = {}
         for episode in episodes:
             groups.setdefault(episode.group, []).append(episode)
-        async with asyncio.TaskGroup() as tasks:
-            for episode in episodes:
-                siblings = groups[episode.group]
-                episode.task = tasks.create_task(self._play(episode, siblings, gate, max_steps, timeout_s))
-                episode.task.add_done_callback(self._report_episode)
+        with settle_memory():
+            async with asyncio.TaskGroup() as tasks:
+                for episode in episodes:
+                    siblings = groups[episode.group]
+                    episode.task = tasks.create_task(self._play(episode, siblings, gate, max_steps, timeout_s))
+                    episode.task.add_done_callback(self._report_episode)
         if for_training:
             _fail_untrainable(episodes)
         if self._scorer is not None:

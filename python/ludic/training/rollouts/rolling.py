@@ -247,7 +247,6 @@ class RollingBatchSource(BatchSourceBase):
         return self._group_filter is None or bool(self._group_filter(list(played)))
 
     def _explain(self, group: Group) -> str:
-        """The filter and the rewards of a rejected group."""
         [played] = group.members
         rewards = Counter(round(rollout.total_reward, 3) for rollout in played)
         is_short = len(rewards) <= SHOWN_REWARDS
@@ -257,7 +256,6 @@ class RollingBatchSource(BatchSourceBase):
         return f"{name_of_filter(self._group_filter)} with rewards {shown if is_short else mean}"
 
     def _join(self, groups: GroupBatch) -> PlayedRollouts:
-        """The rollouts of the batch, with the outcomes of lost groups."""
         members: list[PlayedRollouts] = [played for group in groups for played in group.members]
         counts = RolloutCounts()
         for ordinal in [ordinal for ordinal in self._failed if ordinal not in self._pool.ledger]:

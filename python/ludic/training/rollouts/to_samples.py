@@ -37,6 +37,8 @@ def batch_from_rollouts(
             weight, columns = read_weight(weights[rollout.id, step.index], rollout, step)
             items.append(sample_from_step(rollout, step, weight))
             items[-1].attachments.token_columns.update(columns)
+            if len(items) > 1:
+                complete_routes(items[-2], items[-1])
     for rollout in rollouts:
         credit = [float(np.mean(weights[rollout.id, step.index])) for step in rollout.steps]
         rollout.meta["engine"] = {**(rollout.meta.get("engine") or {}), "credit": credit}
@@ -110,9 +112,22 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
             **rollout.meta,
             **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
         },
-        attachments=SampleAttachments(actor_logps=None if logps is None else ActorTokenLogps(logps), candidates=trace.candidates),
+        attachments=SampleAttachments(
+            actor_logps=None if logps is None else ActorTokenLogps(logps), candidates=trace.candidates, routes=trace.routes
+        ),
         images=trace.images,
     )
+
+
+def complete_routes(turn: SAWItem, later: SAWItem) -> None:
+    """Give the last sampled token of a turn the experts that a later turn, which begins with all of
+    it, has for it: only the later one passes it through the model. They can then share a row."""
+    known, longer = turn.attachments.routes, later.attachments.routes
+    ids, others = (np.asarray(stored(item, "input_ids")) for item in (turn, later))
+    if known is None or longer is None or len(others) <= len(ids) or not np.array_equal(others[: len(ids)], ids):
+        return
+    if longer.data.startswith(known.data):
+        turn.attachments.routes = longer.cut(len(ids))
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:

@@ -19,16 +19,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ludic.errors import ConfigError, DataError, RowError, check_value
 from ludic.images.content import find_message_digests
-from ludic.inference.prompts.images import check_texts, expand_markers, find_spans
+from ludic.inference.prompts.images import check_texts, expand_markers, find_processor, find_spans
 from ludic.inference.prompts.template import ChatTemplate, begin_text, find_turn_end, read_template
 from ludic.types import ImageSpan, Message
-
-if TYPE_CHECKING:
-    from ludic.models.images.processor import ImageProcessor
 
 AssistantTurns = Literal["all", "last", "each"]
 ASSISTANT_TURNS: tuple[str, ...] = ("all", "last", "each")
@@ -63,8 +60,6 @@ class ChatTokenizer:
     turns."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template, for example `enable_thinking`."""
-    images: ImageProcessor | None = None
-    """Of a model that sees images."""
 
     def __post_init__(self) -> None:
         check_value("assistant_turns", self.turns, choices=ASSISTANT_TURNS)
@@ -107,7 +102,7 @@ class ChatTokenizer:
 
     def _render(self, tools: Any, where: str) -> _Rendering:
         template_args = {**self.template_args, **({"tools": tools} if tools else {})}
-        return _Rendering(self.tokenizer, template_args, where, self.images)
+        return _Rendering(self.tokenizer, template_args, where)
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,6 @@ class _Rendering:
     tokenizer: Any
     template_args: Mapping[str, Any]
     where: str
-    images: ImageProcessor | None
 
     def tokenize(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """Tokenise the messages, with a mask on those at the indices `trained`."""
@@ -128,7 +122,7 @@ class _Rendering:
     def ids(self, messages: Sequence[Message], *, prompt: bool = False) -> list[int]:
         """Return the ids of `messages`; with `prompt`, followed by the header of the assistant's
         next message."""
-        return apply_template(self.tokenizer, messages, prompt=prompt, where=self.where, images=self.images, **self.template_args)
+        return apply_template(self.tokenizer, messages, prompt=prompt, where=self.where, **self.template_args)
 
     def ids_or_none(self, messages: Sequence[Message]) -> list[int] | None:
         """The ids of messages from which something was left out; None for a template that asks for
@@ -164,7 +158,7 @@ class _Rendering:
                     full, mask = [*full, turn_end.token], [*mask, 0]
                 end += full[end] in turn_end.ids
             mask[start:end] = [1] * (end - start)
-        return ChatTokens(full, mask, find_images(full, messages, self.images))
+        return ChatTokens(full, mask, find_images(self.tokenizer, full, messages))
 
     def _mask_by_marks(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """Compute the mask from the spans of characters that the template marks.
@@ -174,8 +168,8 @@ class _Rendering:
         """
         text, spans = _render_marked(self.tokenizer, messages, self.template_args, self.where)
         if digests := find_message_digests(messages):
-            shown, images = text, require_images(self.images, self.where)
-            text = expand_images(text, messages, images, self.where)
+            shown, images = text, require_images(self.tokenizer, self.where)
+            text = expand_images(self.tokenizer, text, messages, self.where)
             growths = [len(images.process(digest).block) - len(images.marker) for digest in digests]
             moved = [[at + sum(growths[: shown.count(images.marker, 0, at)]) for at in span] for span in spans]
             spans = [(start, end) for start, end in moved]
@@ -189,7 +183,7 @@ class _Rendering:
                 mask[tokens[0] : end] = [1] * (end - tokens[0])
         if not any(mask):
             raise DataError(f"{self.where}: the template's {{% generation %}} blocks cover no token of this conversation")
-        return ChatTokens(ids, mask, find_images(ids, messages, self.images))
+        return ChatTokens(ids, mask, find_images(self.tokenizer, ids, messages))
 
     def _select_spans(
         self, messages: Sequence[Message], trained: Sequence[int], spans: Sequence[tuple[int, int]]
@@ -258,32 +252,30 @@ def _join_touching(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def apply_template(
-    tokenizer: Any, messages: Sequence[Message], *, prompt: bool, where: str, images: ImageProcessor | None = None, **args: Any
-) -> list[int]:
+def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool, where: str, **args: Any) -> list[int]:
     """Return the token ids of the rendered messages, with the placeholders of their images. Raises
     DataError, naming the row, if the template raises, and for images that cannot be shown."""
     has_images = bool(find_message_digests(messages))
-    marker = require_images(images, where).marker if has_images else ""
+    marker = require_images(tokenizer, where).marker if has_images else ""
     try:
         rendered = ChatTemplate(tokenizer, marker).apply(messages, prompt=prompt, tokenize=not has_images, **args)
     except Exception as error:  # a template is a program: it may raise anything
         raise _template_error(tokenizer, error, where) from error
     if isinstance(rendered, str):
-        return tokenize_text(tokenizer, expand_images(rendered, messages, images, where))
+        return tokenize_text(tokenizer, expand_images(tokenizer, rendered, messages, where))
     return rendered
 
 
-def require_images(images: ImageProcessor | None, where: str) -> ImageProcessor:
-    """The processor. Raises DataError for a model that reads text alone."""
-    if images is None:
+def require_images(tokenizer: Any, where: str) -> Any:
+    """The processor of images. Raises DataError for a model that reads text alone."""
+    if (images := find_processor(tokenizer)) is None:
         raise DataError(f"{where} has images, and the model reads text alone; name a vision model, or leave out the images")
     return images
 
 
-def expand_images(text: str, messages: Sequence[Message], images: ImageProcessor | None, where: str) -> str:
+def expand_images(tokenizer: Any, text: str, messages: Sequence[Message], where: str) -> str:
     """The rendered text with the placeholders of its images. Raises DataError, naming the row."""
-    processor = require_images(images, where)
+    processor = require_images(tokenizer, where)
     try:
         check_texts(messages, processor)
         return expand_markers(text, find_message_digests(messages), processor)
@@ -291,16 +283,15 @@ def expand_images(text: str, messages: Sequence[Message], images: ImageProcessor
         raise DataError(f"{where}: {error}") from error
 
 
-def find_images(ids: Sequence[int], messages: Sequence[Message], images: ImageProcessor | None) -> tuple[ImageSpan, ...]:
+def find_images(tokenizer: Any, ids: Sequence[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
     """Where the images of the conversation are in its ids."""
-    digests = find_message_digests(messages)
+    digests, images = find_message_digests(messages), find_processor(tokenizer)
     return find_spans(ids, digests, images) if digests and images is not None else ()
 
 
 def _render_marked(
     tokenizer: Any, messages: Sequence[Message], template_args: Mapping[str, Any], where: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text, and the spans of characters in `{% generation %}` blocks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if not getattr(tokenizer, "is_fast", False):

@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -50,9 +50,6 @@ from ludic.inference.prompts.template import encode_text, read_template_kwargs
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens, append_eos, tokenize_prompt_completion
 from ludic.training.types import SAWItem
 from ludic.types import Message
-
-if TYPE_CHECKING:
-    from ludic.models.images.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +76,6 @@ class PreferenceItems:
     as_arrays: bool = False
     """Store tokens and masks as int32 arrays instead of lists, which take seven times the
     memory."""
-    images: ImageProcessor | None = None
-    """Of a model that sees images, which rows have in the store (`data.row_images`)."""
 
     def __post_init__(self) -> None:
         check_value("max_length", self.max_length, least=1, optional=True)
@@ -116,7 +111,6 @@ class PreferenceItems:
         )
 
     def _tokenize(self, row: Row, answers: Mapping[str, Any], where: str) -> list[TruncatedTokens]:
-        """One sample for each answer, by the name of its column."""
         if all(isinstance(answer, str) for answer in answers.values()):
             return self._tokenize_texts(row, answers, where)
         if all(_are_messages(answer) for answer in answers.values()):
@@ -158,9 +152,7 @@ class PreferenceItems:
     ) -> TruncatedTokens:
         prompt = add_system_prompt(prompt, self.system_prompt)
         template_args = read_template_kwargs(row, where)
-        tokens = conversation_tokens(
-            self.tokenizer, prompt, answer, where, tools=row.get("tools"), images=self.images, **template_args
-        )
+        tokens = conversation_tokens(self.tokenizer, prompt, answer, where, tools=row.get("tools"), **template_args)
         return truncate_right(tokens, self.max_length, where)
 
 
@@ -180,7 +172,6 @@ def conversation_tokens(
     where: str,
     *,
     tools: Any = None,
-    images: ImageProcessor | None = None,
     **template_args: Any,
 ) -> ChatTokens:
     """Tokenise prompt and answer with the chat template, up to the end token of the last message of
@@ -191,7 +182,7 @@ def conversation_tokens(
     """
     if not answer or answer[-1].get("role") != "assistant":
         raise DataError(f"{where}: a response must end with an assistant message")
-    chat = ChatTokenizer(tokenizer, "all", template_args, images)
+    chat = ChatTokenizer(tokenizer, "all", template_args)
     [tokens] = chat.tokenize([*prompt, *answer], tools=tools, first=len(prompt), where=where)
     end = len(tokens.action_mask) - tokens.action_mask[::-1].index(1)
     return ChatTokens(tokens.input_ids[:end], tokens.action_mask[:end], tokens.images)
@@ -402,7 +393,6 @@ def load_preference_items(
     system_prompt: str | None = None,
     unpaired: bool = False,
     left_out: Counter[str] | None = None,
-    images: ImageProcessor | None = None,
     image_folder: Path | None = None,
 ) -> list[SAWItem]:
     """Return the samples of a JSONL, JSON, CSV or parquet file, of a folder, or of a data set id
@@ -412,8 +402,8 @@ def load_preference_items(
 
     `columns` maps names to columns (`{"chosen": "better"}`); `config` and `split` are for ids and
     folders. At most `limit` rows are read; they are drawn at random with `seed`, since data sets
-    are often sorted, and keep their order. `images`: the processor of a model that sees the images
-    of rows, whose paths are relative to `image_folder`, or to the folder of the file.
+    are often sorted, and keep their order. Paths of images are relative to `image_folder`, or to
+    the folder of the file.
 
     Raises DataError, naming file and row, for a row of another format and for a label that is not a
     probability. A row that gives no pair is skipped with a warning and counted in `left_out`
@@ -432,7 +422,7 @@ def load_preference_items(
         limit=limit,
         seed=seed,
     )
-    pair_maker = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True, images=images)
+    pair_maker = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
     rows = Changed(data.rows, lambda index, row: intern_row(row, image_folder or data.table.folder_of(index), data.where(index)))
     if left_out is not None and data.table.equal_scores:
         left_out["equal_scores"] += len(data.table.equal_scores)

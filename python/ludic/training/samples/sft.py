@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -58,9 +58,6 @@ from ludic.training.samples.preference import add_system_prompt, conversation_to
 from ludic.training.types import SAWItem
 from ludic.types import Message, is_list_of
 
-if TYPE_CHECKING:
-    from ludic.models.images.processor import ImageProcessor
-
 Row = Mapping[str, Any]
 
 
@@ -81,8 +78,6 @@ class SFTItems:
     """The format of all rows, one of `ludic.data.formats.FORMATS`; `auto`: by the columns."""
     max_tokens: int | None = None
     """Longer plain texts are divided into samples of at most this number of tokens."""
-    images: ImageProcessor | None = None
-    """Of a model that sees images, which rows have in the store (`data.row_images`)."""
 
     def of(self, rows: Iterable[tuple[str, Row]]) -> list[SAWItem]:
         """Return the samples of all `(name, row)` pairs. Raises DataError, naming the row, for a
@@ -134,7 +129,7 @@ class SFTItems:
         if row.get("images") and not find_message_digests(messages):  # where the images are is known only now
             shown = intern_prompt(messages, current_store(), images=row["images"], where=f"{where}: ")
             return self._tokenize_conversation(shown, row, where, first)
-        chat = ChatTokenizer(self.tokenizer, self.assistant_turns, read_template_kwargs(row, where), self.images)
+        chat = ChatTokenizer(self.tokenizer, self.assistant_turns, read_template_kwargs(row, where))
         samples = chat.tokenize(messages, tools=row.get("tools"), first=first, where=where)
         chat.check_calls(messages, tools=row.get("tools"), where=where)
         return samples

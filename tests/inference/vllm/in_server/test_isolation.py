@@ -1,4 +1,5 @@
-"""Code that runs inside vLLM's process imports nothing of ludic except its own package."""
+"""Code that runs inside vLLM's process imports nothing of ludic except its own package, and the
+extension, which needs numpy alone."""
 
 import ast
 import subprocess
@@ -11,6 +12,7 @@ import ludic.inference.vllm.in_server as in_server
 
 FOLDER = Path(in_server.__path__[0])
 PACKAGE = "ludic.inference.vllm.in_server"
+EXTENSION = "ludic._core"
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 VLLM = """
 import sys, types
@@ -45,7 +47,7 @@ def foreign_imports(source):
     return [
         name
         for name in imported_names(source)
-        if name.split(".")[0] in ("ludic", "") and not f"{name}.".startswith(f"{PACKAGE}.")
+        if name != EXTENSION and name.split(".")[0] in ("ludic", "") and not f"{name}.".startswith(f"{PACKAGE}.")
     ]
 
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from ludic.inference.vllm.in_server.adapter_uploads import UPLOADS, AdapterStore
 from ludic.inference.vllm.in_server.asgi import App, Message, Receive, Send
 from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE, is_loopback_host, resolve_secret
 
@@ -28,8 +29,8 @@ OPEN_PATHS = frozenset(
     + ["/is_paused", "/weight_info", "/get_world_size"]
 )
 CLOSED_PATHS = frozenset(["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"])
-UPLOADS = "/v1/audio/"
-"""The paths whose bodies are forms."""
+FILES = ("/v1/audio/", UPLOADS)
+"""The paths whose bodies are forms or files."""
 
 
 def find_refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
@@ -44,7 +45,7 @@ def find_refusal(secret: str, method: str, path: str, headers: Mapping[str, str]
         )
     has_body = headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if has_body and content_type != "application/json" and not path.startswith(UPLOADS):
+    if has_body and content_type != "application/json" and not path.startswith(FILES):
         return 415, f"the body of {method} {path[:100]} must be application/json"
     return None
 
@@ -68,13 +69,13 @@ def _is_open(path: str) -> bool:
 
 
 class SecretMiddleware:
-    """Refuses requests for which `find_refusal` gives a reason, before the server sees them. The
-    server does not start without a secret."""
+    """Refuses requests for which `find_refusal` gives a reason, before the server sees them, and
+    takes adapters that are sent. The server does not start without a secret."""
 
     def __init__(self, app: App) -> None:
         if not os.environ.get(VARIABLE):
             raise RuntimeError(f"{VARIABLE} is not set; start the server with `ludic serve`, or set it to a secret of your own")
-        self._app, self._secret = app, resolve_secret(os.environ)
+        self._app, self._secret, self._adapters = app, resolve_secret(os.environ), AdapterStore()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -82,12 +83,15 @@ class SecretMiddleware:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope.get("headers") or []}
         reason = find_refusal(self._secret, scope.get("method", "GET"), _path(scope), headers)
-        if reason is None:
+        if reason is None and scope.get("method") == "PUT" and _path(scope).startswith(UPLOADS):
+            await _answer(send, *await self._adapters.store(_path(scope).removeprefix(UPLOADS), receive))
+        elif reason is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": reason[1][:100]})
         else:
-            await _answer(send, *reason)
+            status, text = reason  # like vLLM's own errors
+            await _answer(send, status, {"error": {"message": text, "type": "Refused", "param": None, "code": status}})
 
 
 def _path(scope: Message) -> str:
@@ -97,10 +101,9 @@ def _path(scope: Message) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-async def _answer(send: Send, status: int, reason: str) -> None:
-    """Answer like vLLM's own errors. The connection is closed, because the rest of it may be a body
-    that was not read."""
-    body = json.dumps({"error": {"message": reason, "type": "Refused", "param": None, "code": status}}).encode()
+async def _answer(send: Send, status: int, content: object) -> None:
+    """Answer, and close the connection, because the rest of it may be a body that was not read."""
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -51,6 +51,18 @@ def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
     return [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", json.dumps({"backend": backend}))]
 
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximum ranks that vLLM 0.32 can be started with."""
+
+
+def lora_flags(rank: int) -> list[tuple[str, str | None]]:
+    """The flags of a server that serves adapters up to `rank`, at most `LORA_RANKS[-1]`; none for
+    rank 0. Adapters beyond 4 in one batch wait; 8 are in memory."""
+    most = next((str(each) for each in LORA_RANKS if each >= rank), str(rank))
+    flags = [("--enable-lora", None), ("--max-lora-rank", most), ("--max-loras", "4"), ("--max-cpu-loras", "8")]
+    return flags if rank else []
+
+
 def default_variables(arguments: Sequence[str], *, cpu: bool = False) -> dict[str, str]:
     """Default environment variables of a server with these arguments. `cpu` is for vLLM's CPU
     build."""

@@ -2,12 +2,19 @@
 loaded.
 
 A push that fails or does not fit the model is dropped, and the server keeps its weights. This
-module runs inside the server and needs only torch and safetensors. `worker` connects it to vLLM.
+module runs inside the server and needs only torch, safetensors and numpy. `worker` connects it to
+vLLM.
+
+A trainer that gives a push an id may later send what changed since: a delta. The receiver keeps the
+tensors of such a push in host memory, and refuses a delta of any other. A delta is applied when it
+arrives, as the kept tensors are not the ones that are served; it is applied again, which undoes it,
+if the push is dropped.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import socket
@@ -17,10 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
@@ -39,8 +48,46 @@ CLOSE_TIMEOUT_S = 5.0
 """How long a process waits at its end for process groups that are being closed."""
 
 
+DELTA_FILE = "weights.delta"
+"""The file of a delta in the folder of its version."""
+
+
 class WeightTransferError(RuntimeError):
     """A push was refused. None of it was loaded."""
+
+
+class DeltaHeader(TypedDict):
+    """What a receiver must know about the bytes of a delta, which has the changes of its tensors
+    one after the other."""
+
+    base: str
+    """The id of the push that it changes."""
+    names: list[str]
+    sizes: list[int]
+    """Bytes of the change of each tensor."""
+    digest: str
+    """See `digest_delta`."""
+
+
+def digest_delta(push_id: str, base: str, names: Sequence[str], sizes: Sequence[int], changes: NDArray[np.uint8]) -> str:
+    """32 hexadecimal digits, of all bytes."""
+    head = json.dumps([push_id, base, list(names), list(sizes)]).encode()
+    return hashlib.blake2b(changes.data, digest_size=16, key=hashlib.blake2b(head, digest_size=16).digest()).hexdigest()
+
+
+def view_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous tensor in host memory, which share its memory: [bytes]."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def find_delta_codec() -> Callable[[NDArray[np.uint8], NDArray[np.uint8], int], None] | None:
+    """`apply_delta` of ludic's extension, which a server has that finds ludic. None for an
+    interpreter that cannot load it: pushes are then whole."""
+    try:
+        from ludic._core import apply_delta
+    except ImportError:
+        return None
+    return apply_delta
 
 
 class Checkpoint:
@@ -98,6 +145,13 @@ class WeightReceiver:
         self.fingerprints: dict[str, str] = {}
         """Name -> fingerprint of the weights that were loaded last."""
         self.loaded_shapes: dict[str, list[int]] = {}
+        self.base_id: str | None = None
+        """The id of the push whose tensors are kept. None if there are none."""
+        self._base: dict[str, Tensor] = {}
+        self._changes: list[tuple[str, NDArray[np.uint8]]] = []
+        """Tensors of the base that the staged delta changed, and their changes."""
+        self._push_id: str | None = None
+        self._apply_delta = find_delta_codec()
         self._staged: dict[str, Tensor] | None = None
         self._pushed: set[str] = set()
         self._ever_loaded: set[str] = set()
@@ -137,33 +191,91 @@ class WeightReceiver:
         self.discard()
         self.open = True
 
-    def receive(self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Receive the trainer's broadcasts of these tensors, in this order. Any error drops the
-        push and the group."""
-        if self._group is None:
-            raise WeightTransferError("no trainer is connected; the trainer connects with /init_weight_transfer_engine")
+    def receive(
+        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], push_id: str | None = None
+    ) -> None:
+        """Receive the trainer's broadcasts of these tensors, in this order, and keep them under
+        `push_id` once they are loaded. Any error drops the push and the group."""
+        self._check_connected()
         try:
             self._check(names, shapes)
+            self._forget_base()
             staged = {}
             for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
-                arriving = torch.empty(list(shape), dtype=_torch_dtype(dtype_name), device=self.device)
-                broadcast(self._group, arriving)
-                staged[name] = arriving.cpu()
-            self._stage(staged)
+                staged[name] = self._receive_tensor(list(shape), _torch_dtype(dtype_name))
+            self._stage(staged, push_id)
         except BaseException:
             self.discard()
             self.close()  # tells the trainer, and leaves no half-read stream to the next push
             raise
 
-    def read(self, path: str) -> None:
-        """Stage all tensors of a folder of safetensors."""
+    def _check_connected(self) -> None:
+        if self._group is None:
+            raise WeightTransferError("no trainer is connected; the trainer connects with /init_weight_transfer_engine")
+
+    def _receive_tensor(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        arriving = torch.empty(shape, dtype=dtype, device=self.device)
+        broadcast(self._group, arriving)
+        return arriving.cpu()
+
+    def read(self, path: str, push_id: str | None = None) -> None:
+        """Stage all tensors of a folder of safetensors, and keep them under `push_id` once they are
+        loaded."""
         try:
             pushed = Checkpoint(Path(path))
             self._check(list(pushed.weights), [weight["shape"] for weight in pushed.weights.values()])
-            self._stage(dict(pushed.read(list(pushed.weights))))
+            self._forget_base()
+            read = pushed.read(list(pushed.weights))
+            # Kept tensors must not be views of a file that the trainer will delete.
+            self._stage({name: tensor if push_id is None else tensor.clone() for name, tensor in read}, push_id)
         except BaseException:
             self.discard()
             raise
+
+    def receive_delta(self, header: DeltaHeader, push_id: str, path: str | None = None) -> None:
+        """Receive what changed since the push that is kept, as one broadcast or in a folder, and
+        keep the result under `push_id` once it is loaded. Any error drops the push. One of the
+        delta itself also drops the kept weights, so that the trainer knows to push all."""
+        try:
+            # 1. It must be of the weights that are kept.
+            names, sizes = header["names"], header["sizes"]
+            if self._apply_delta is None or self.base_id is None or header["base"] != self.base_id:
+                raise self._refuse_delta(f"it is of push {header['base']}, and push {self.base_id} is kept")
+            for name, size in zip(names, sizes, strict=True):
+                if name not in self._base or not 0 <= size <= 1 + self._base[name].nbytes:
+                    raise self._refuse_delta(f"{size} bytes are no change of the weight {name!r}")
+            # 2. All of it must arrive as it was sent.
+            if path is not None:
+                changes = np.fromfile(Path(path) / DELTA_FILE, np.uint8)
+            else:
+                self._check_connected()
+                changes = self._receive_tensor([sum(sizes)], torch.uint8).numpy()
+            if len(changes) != sum(sizes) or digest_delta(push_id, header["base"], names, sizes, changes) != header["digest"]:
+                raise self._refuse_delta("its digest is not the trainer's, so it was damaged on its way")
+            # 3. The kept weights become the new ones, in place.
+            for name, change in zip(names, np.split(changes, np.cumsum(sizes[:-1])), strict=True):
+                self._change_base(name, change)
+                self._changes.append((name, change))
+            self._stage({name: self._base[name] for name in names}, push_id)
+        except BaseException:
+            self.discard()
+            if path is None:
+                self.close()
+            raise
+
+    def _refuse_delta(self, reason: str) -> WeightTransferError:
+        self._forget_base()
+        return WeightTransferError(f"a delta was refused, because {reason}; push all weights")
+
+    def _change_base(self, name: str, change: NDArray[np.uint8]) -> None:
+        assert self._apply_delta is not None
+        try:
+            self._apply_delta(view_bytes(self._base[name]), change, self._base[name].itemsize)
+        except BaseException as error:
+            raise self._refuse_delta(str(error)) from error
+
+    def _forget_base(self) -> None:
+        self.base_id, self._base, self._changes = None, {}, []
 
     def _check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         """Raise WeightTransferError unless the model has a weight of each name and shape. Loading a
@@ -177,33 +289,44 @@ class WeightReceiver:
             if list(shape) != own[name]["shape"]:
                 raise WeightTransferError(f"weight {name!r} has shape {list(shape)}, the model's is {own[name]['shape']}")
 
-    def _stage(self, staged: dict[str, Tensor]) -> None:
+    def _stage(self, staged: dict[str, Tensor], push_id: str | None) -> None:
         self._pushed = set(staged)
         if self.checkpoint is not None:
             absent = [name for name in neighbours(self.checkpoint.weights, staged) if name not in staged]
+            staged.update({name: self._base[name] for name in absent if name in self._base})  # a delta does not change them
+            absent = [name for name in absent if name not in staged]
             lost = sorted(self._ever_loaded.intersection(absent))
             if lost:
                 raise WeightTransferError(f"{lost[0]!r} of earlier pushes is missing; push it too, or restart the server")
             staged.update(self.checkpoint.read(absent))  # they are frozen, as they were never pushed
-        self._staged = staged
+        self._staged, self._push_id = staged, push_id
 
     def take(self) -> list[tuple[str, Tensor]]:
         """End the push, set `fingerprints`, and return the weights to load; empty if the push was
         dropped."""
         staged, self._staged, self.open = self._staged or {}, None, False
         if staged:
-            self.fingerprints = fingerprint(staged)
-            self.loaded_shapes = {name: list(tensor.shape) for name, tensor in staged.items()}
+            is_delta, self._changes = bool(self._changes), []
+            if not is_delta:
+                self.fingerprints, self.loaded_shapes = {}, {}
+                if self._push_id is not None and self._apply_delta is not None:
+                    self._base = {name: staged[name] for name in self._pushed}
+            self.base_id = self._push_id if self._base else None
+            self.fingerprints |= fingerprint(staged)
+            self.loaded_shapes |= {name: list(tensor.shape) for name, tensor in staged.items()}
             self._ever_loaded |= self._pushed
         return list(staged.items())
 
     def empty(self) -> None:
         """Drop the staged weights. The push stays open until `take`, which then returns nothing."""
-        self._staged = None
+        self._staged, changes, self._changes = None, self._changes, []
+        for name, change in changes:
+            self._change_base(name, change)  # applied again, it is undone
 
     def discard(self) -> None:
         """Drop the push without loading any of it, and end it."""
-        self._staged, self.open = None, False
+        self.empty()
+        self.open = False
 
     def close(self) -> None:
         """Leave the trainer's group."""

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
-from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, WeightReceiver, WeightTransferError
+from ludic.inference.vllm.in_server.weight_fingerprint import SleepCheck, tensor_fingerprint
+from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, DeltaHeader, WeightReceiver, WeightTransferError
 
 BOOT = uuid.uuid4().hex
 """Id of this run of the server; a restart changes it."""
@@ -47,12 +48,16 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The content of a push: tensors in the order of their broadcasts, or a folder."""
+    """The content of a push: tensors in the order of their broadcasts, or a folder, or a delta by
+    either way."""
 
     names: list[str] = field(default_factory=list)
     dtype_names: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     path: str | None = None
+    push_id: str | None = None
+    """The id under which the tensors are kept, so that a delta can follow."""
+    delta: DeltaHeader | None = None
 
 
 class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -90,10 +95,13 @@ class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if update_info.path is not None:
-            self.receiver.read(update_info.path)
+        path, push_id = update_info.path, update_info.push_id
+        if update_info.delta is not None:
+            self.receiver.receive_delta(update_info.delta, push_id or "", path)
+        elif path is not None:
+            self.receiver.read(path, push_id)
         else:
-            self.receiver.receive(update_info.names, update_info.dtype_names, update_info.shapes)
+            self.receiver.receive(update_info.names, update_info.dtype_names, update_info.shapes, push_id)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -175,7 +183,9 @@ class WeightWorker:
     weight_transfer_engine: Any
     model_runner: Any
     vllm_config: Any
+    device: Any
     rank: int
+    _ludic_sleep: SleepCheck | None = None
 
     def ludic_state(self) -> dict[str, Any]:
         """The id of this run of the server, and the state of the current push."""
@@ -187,6 +197,9 @@ class WeightWorker:
             "group_id": receiver.group_id,
             "open": receiver.open,
             "broken": engine.broken,
+            "base": receiver.base_id,
+            # On a CPU, vLLM answers the calls and frees nothing.
+            "sleeps": self.device.type == "cpu" or bool(self.vllm_config.model_config.enable_sleep_mode),
         }
 
     def ludic_manifest(self) -> dict[str, Any]:
@@ -221,7 +234,34 @@ class WeightWorker:
         for name, shape in engine.receiver.loaded_shapes.items():
             if name in served and (whole := _without_padding(served[name], shape)) is not None:
                 fingerprints[name] = tensor_fingerprint(whole)
-        return {"loaded": engine.receiver.fingerprints, "served": fingerprints, "broken": engine.broken}
+        lost = [] if self._ludic_sleep is None else self._ludic_sleep.find_lost(served)
+        if not lost:  # all is there again
+            self._ludic_sleep = None
+        return {"loaded": engine.receiver.fingerprints, "served": fingerprints, "broken": engine.broken, "lost": lost}
+
+    def ludic_memory(self) -> dict[str, Any]:
+        """Bytes in use on the device, by all processes (None on a CPU), and bytes of the weights of
+        this worker."""
+        used = None
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            used = total - free
+        return {"used": used, "weights": sum(weight.nbytes for weight in self._ludic_served().values())}
+
+    def ludic_before_sleep(self, level: int) -> dict[str, Any]:
+        """Take the fingerprints of what a sleep of this level keeps. Returns `ludic_memory`; for a
+        server that sleeps already, whose weights must not be read, without the memory in use."""
+        if self._ludic_sleep is not None:
+            return {**self.ludic_memory(), "used": None}
+        self._ludic_sleep = SleepCheck(level, self._ludic_served(), dict(self.model_runner.get_model().named_buffers()))
+        return self.ludic_memory()
+
+    def ludic_after_wake(self) -> dict[str, Any]:
+        """The names of tensors that have other values than before the sleep."""
+        if self._ludic_sleep is None:  # it was put to sleep by others
+            return {"changed": []}
+        buffers = dict(self.model_runner.get_model().named_buffers())
+        return {"changed": self._ludic_sleep.find_changed(self._ludic_served(), buffers)}
 
     def _ludic_engine(self) -> Any:
         engine = self.weight_transfer_engine

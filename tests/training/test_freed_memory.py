@@ -7,16 +7,15 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.training.backend import memory
-from ludic.training.backend.memory import FreedMemory, find_allocator_function
+from ludic.training import freed_memory
+from ludic.training.freed_memory import FreedMemory, find_allocator_function
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 
 HOLES = """
 import psutil
 import torch
-from ludic.runs.command import settle_memory
-from ludic.training.backend.memory import FreedMemory
+from ludic.training.freed_memory import FreedMemory, settle_memory
 resident = lambda: psutil.Process().memory_info().rss
 with settle_memory():
     before = resident()
@@ -45,6 +44,30 @@ def test_holes_between_tensors_that_stay_are_returned():
     assert returned < 160 << 20  # 128 MiB are in use
 
 
+OTHERS = """
+import asyncio, gc, threading
+from ludic.training.freed_memory import YOUNG_OBJECTS, settle_memory
+gc.set_threshold(500, 7, 5)
+inside = lambda: (gc.get_threshold(), gc.get_freeze_count() > 0)
+before = inside()
+seen = []
+async def work(last):
+    with settle_memory():
+        await asyncio.sleep(last)
+        seen.append(inside())
+async def both():
+    await asyncio.gather(work(.05), work(.1))  # the first one ends inside the second
+threads = [threading.Thread(target=lambda: asyncio.run(both())) for _ in range(3)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert seen == [((YOUNG_OBJECTS, 7, 5), True)] * 6, seen
+assert inside() == before == ((500, 7, 5), False)
+"""
+
+
+def test_runs_at_the_same_time_restore_the_program_s_settings_when_the_last_one_ends():
+    subprocess.run([sys.executable, "-c", OTHERS], check=True, timeout=600)
+
+
 @on_linux
 def test_variables_of_the_allocator_take_precedence():
     held, returned = resident_with_holes(MALLOC_MMAP_THRESHOLD_=str(32 << 20))
@@ -61,7 +84,7 @@ def test_it_is_done_once_in_a_while(waits, every_s):
         return 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "find_allocator_function", lambda name: trim)
+        patch.setattr(freed_memory, "find_allocator_function", lambda name: trim)
         freed = FreedMemory(every_s=every_s, clock=lambda: now[0])
     expected, last = [], None
     for wait in waits:
