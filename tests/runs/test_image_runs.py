@@ -177,6 +177,29 @@ def write_pairs(folder, count=24):
     return path
 
 
+def test_a_reference_a_teacher_and_a_critic_have_the_limit_of_pixels(tmp_path):
+    """They are the policy itself, so their distance from it is 0 at the first step."""
+    data, out = write_pairs(tmp_path / "data", 4), f"output={tmp_path}"
+    ludic("sft", f"data={tmp_path / 'data' / 'rows.jsonl'}", *VISION, "steps=0", "heldout=0", out, "name=policy")
+    policy = str(tmp_path / "policy")
+    common = [f"model={policy}", "images.max_pixels=256", "images.tower=trained", "steps=1", "threads=1", out]
+    ludic("dpo", f"data={data}", *common, f"reference.model={policy}", "batch_size=2", "answers=0", "heldout=0", "name=dpo")
+    asked = ["train", f"data={tmp_path / 'data' / 'rows.jsonl'}", *common, "rollout.prompts=2", "rollout.group_size=2"]
+    asked += [
+        "rollout.max_new_tokens=2",
+        "evaluation.prompts=1",
+        "trainer.minibatches_per_batch=1",
+        "reward=byte_rewards:mean_id",
+    ]
+    ludic(*asked, "algorithm=opd", f"teacher={policy}", "name=opd")
+    ludic(*asked, "algorithm=ppo", f"critic.model={policy}", "name=ppo")
+    lines = {name: (tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("dpo", "opd", "ppo")}
+    metrics = {name: {key: value for line in text for key, value in json.loads(line).items()} for name, text in lines.items()}
+    assert metrics["dpo"]["train/rewards/chosen"] == pytest.approx(0, abs=1e-5)
+    assert metrics["opd"]["reference/kl"] == pytest.approx(0, abs=1e-5)
+    assert metrics["ppo"]["critic/loss"] > 0
+
+
 def read_weights(folder):
     [path] = (folder / "model").glob("*.safetensors")
     return load_file(path)

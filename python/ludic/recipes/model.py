@@ -80,13 +80,21 @@ def fit_images(model: Any, recipe: Recipe | EpochsRecipe, tokenizer: Any) -> Any
     that it does not have."""
     if recipe.model is None and recipe.network.kind == "qwen2_vl":
         attach_processor(model, make_small_processor(tokenizer, model.config))
-    if (images := find_processor(model)) is not None:
-        images.limit_pixels(min_pixels=recipe.images.min_pixels, max_pixels=recipe.images.max_pixels)
+    if find_processor(limit_pixels(model, recipe)) is not None:
         set_trained_parts(model, recipe.images.tower)
     elif recipe.images != ImagesSection():
         raise ConfigError(f"images is set, and {type(model).__name__} sees none; name a model that does, or leave it out")
     if tokenizer is not None:
         fit_tokenizer(model, tokenizer)
+    return model
+
+
+def limit_pixels(model: Any, recipe: Recipe | EpochsRecipe) -> Any:
+    """Scale the images of `model` to the recipe's limits of pixels, and return it. Without the same
+    limits, a reference, teacher or critic has other numbers of features than the policy's ids have
+    placeholders."""
+    if (images := find_processor(model)) is not None:
+        images.limit_pixels(min_pixels=recipe.images.min_pixels, max_pixels=recipe.images.max_pixels)
     return model
 
 

@@ -24,9 +24,10 @@ from ludic.models.sharded_loading import load_skeleton
 from ludic.models.state_files import holds_whole_weights
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.build import build_controllers
-from ludic.recipes.model import add_adapters, check_vocabulary, has_no_weights, is_shared_out
+from ludic.recipes.epochs_schema import EpochsRecipe
+from ludic.recipes.model import add_adapters, check_vocabulary, has_no_weights, is_shared_out, limit_pixels
 from ludic.recipes.schema import Recipe
-from ludic.recipes.sections import TeacherSection, check_reference, switches_adapters_off
+from ludic.recipes.sections import check_reference, switches_adapters_off
 from ludic.runs.base import RunParts, has_checkpoint
 from ludic.runs.directory import RunDirectory
 from ludic.runs.shared_model import SharedModel
@@ -107,7 +108,7 @@ def open_critic(recipe: Recipe, algorithm: RLAlgorithm, policy: Any) -> nn.Modul
 
     if source != POLICY:
         load = load_skeleton if has_no_weights(recipe.sharding) else load_model
-        model = load(source, recipe.dtype)
+        model = limit_pixels(load(source, recipe.dtype), recipe)
     else:
         model = copy.deepcopy(policy)
         model = model.unload() if has_adapters(model) else model  # without the adapters, which change nothing yet
@@ -138,34 +139,42 @@ def open_reference(
     """
     section = recipe.reference
     if algorithm.reads_teacher:
-        algorithm.teacher = open_teacher(recipe.teacher, parts.tokenizer, cfg)
+        algorithm.teacher = open_teacher(recipe, parts.tokenizer, cfg)
         return None
     if not algorithm.reads_reference or switches_adapters_off(section, has_adapters=bool(recipe.lora.rank)):
         return None
     if section.model is not None:
-        return FrozenModel.from_pretrained(section.model, cfg)
+        return load_frozen(section.model, recipe, cfg)
     ranks.ask_rank_0("keeping the reference", lambda: _keep(parts, directory, phase))
     return FrozenModel.from_pretrained(str(directory.reference), cfg)
 
 
-def check_teacher(section: TeacherSection, tokenizer: Any, cfg: TrainerConfig) -> None:
+def load_frozen(source: str, recipe: Recipe | EpochsRecipe, cfg: TrainerConfig, *, dtype: str = "auto") -> FrozenModel:
+    """`FrozenModel.from_pretrained`, with the recipe's limits of pixels."""
+    frozen = FrozenModel.from_pretrained(source, cfg, dtype=dtype)
+    limit_pixels(frozen.model, recipe)
+    return frozen
+
+
+def check_teacher(recipe: Recipe, tokenizer: Any, cfg: TrainerConfig) -> None:
     """Raise `ConfigError` unless each teacher has the vocabulary of the policy's `tokenizer`; for a
     server that is away, too."""
+    section = recipe.teacher
     if section.url is not None:
-        open_teacher(section, tokenizer, cfg)
+        open_teacher(recipe, tokenizer, cfg)
         return
     for folder in section.by_name.values():
         check_vocabulary("teacher.model", folder, tokenizer)
 
 
-def open_teacher(section: TeacherSection, tokenizer: Any, cfg: TrainerConfig) -> Any:
+def open_teacher(recipe: Recipe, tokenizer: Any, cfg: TrainerConfig) -> Any:
     """The teachers of a recipe that `check_teacher` passes, or the only one."""
     from ludic.training.distillation import Teachers, TeacherServer
 
-    opened: dict[str, Any] = {}
+    section, opened = recipe.teacher, dict[str, Any]()
     for name, source in section.by_name.items():
         if section.url is None:
-            opened[name] = FrozenModel.from_pretrained(source, cfg)
+            opened[name] = load_frozen(source, recipe, cfg)
         else:
             opened[name] = TeacherServer(source, tokenizer, cfg, name="teacher.url", timeout_s=section.timeout_s)
     return opened.get("") or Teachers(opened, section.column)

@@ -34,6 +34,7 @@ from ludic.recipes.model import (
     is_shared_out,
     quantize_base,
 )
+from ludic.runs.control import load_frozen
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
 from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, describe_data
@@ -48,7 +49,6 @@ from ludic.training.dpo_trainer import DPOTrainer, DPOTrainerConfig
 from ludic.training.evaluators.held_out import MEASURED
 from ludic.training.loss.dpo import REFERENCE_FREE
 from ludic.training.presets import make_dpo, make_kto, make_sft
-from ludic.training.reference import FrozenModel
 from ludic.training.rng import seed_everything
 from ludic.training.trainer import Trainer
 from ludic.training.types import SAWItem
@@ -167,7 +167,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
             algo=self.parts.algorithm,
             pairs=self.parts.data.train,
             eval_items=self.parts.data.heldout or None,
-            reference=FrozenModel.from_pretrained(str(source), self.parts.cfg, dtype=self.recipe.dtype) if needs_scores else None,
+            reference=load_frozen(str(source), self.recipe, self.parts.cfg, dtype=self.recipe.dtype) if needs_scores else None,
             reference_file=file if self.parts.algorithm.reads_reference else None,
             **options,
         )

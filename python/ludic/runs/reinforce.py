@@ -141,7 +141,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             )
         if cfg.offload is None:
             cfg = replace(cfg, offload=recipe.inference.colocate)
-        check_teacher(recipe.teacher, tokenizer, cfg)
+        check_teacher(recipe, tokenizer, cfg)
         warmup = Warmup.read(recipe, task, tokenizer)
         check_watched_metrics(recipe, warmup_cfg, cfg, task)
         return RLParts(model, tokenizer, task, algorithm, warmup_cfg, cfg, warmup)

@@ -186,3 +186,15 @@ def test_pairs_share_the_images_of_their_prompt(prompt):
         assert (len(short.input_ids), short.images) == (begin + 1, chosen.images)
         with pytest.raises(DataError, match=r"^row 1 has images.* reads text alone"):
             PreferenceItems(make_image_tokenizer()).of_row(row, "row 1", pair_id=1)
+
+
+def test_an_image_behind_the_cut_is_left_out():
+    shown = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Equal?"}]}
+    answers = {name: [{"role": "assistant", "content": text}] for name, text in (("chosen", "no"), ("rejected", "yes"))}
+    both = {name: [shown, *answer, shown, *answer] for name, answer in answers.items()}
+    row = intern_row({**both, **ROW}, None, "row 1")
+    chosen, _ = PreferenceItems(TOKENIZER).of_row(row, "row 1", pair_id=1)
+    first, second = chosen.images
+    for length, images in ((second.start, (first,)), (second.start + 1, (first, second))):
+        cut, _ = PreferenceItems(TOKENIZER, max_length=length).of_row(row, "row 1", pair_id=1)
+        assert (len(cut.input_ids), cut.images) == (length, images)

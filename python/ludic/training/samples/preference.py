@@ -49,7 +49,7 @@ from ludic.errors import DataError, DataKeyError, RowError, check_value
 from ludic.inference.prompts.template import encode_text, read_template_kwargs
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens, append_eos, tokenize_prompt_completion
 from ludic.training.types import SAWItem
-from ludic.types import Message
+from ludic.types import Message, cut_spans
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,8 @@ def truncate_right(tokens: ChatTokens, max_length: int | None, where: str) -> Tr
             "out"
         )
         raise RowError(message, reason="prompt_too_long")
-    retained = ChatTokens(tokens.input_ids[:max_length], tokens.action_mask[:max_length], tokens.images)
+    images = cut_spans(tokens.images, 0, end=max_length)
+    retained = ChatTokens(tokens.input_ids[:max_length], tokens.action_mask[:max_length], images)
     return TruncatedTokens(retained, _truncation_facts(total, max_length, prompt=False, completion=True))
 
 
