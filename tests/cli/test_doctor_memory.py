@@ -87,3 +87,13 @@ def test_a_system_that_does_not_say_what_is_free_gives_all_of_its_memory(tmp_pat
     monkeypatch.setattr(doctor.os, "sysconf_names", dict.fromkeys(sizes, 0))
     monkeypatch.setattr(doctor.os, "sysconf", sizes.__getitem__)
     assert doctor._find_free(tmp_path / "none") == 7 * 4096
+
+
+@pytest.mark.parametrize(
+    ("instruction", "says"), [("amx_bf16", "try trainer.mixed_precision_dtype=bf16"), ("avx2", "many times slower")]
+)
+def test_doctor_says_whether_the_processor_computes_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, instruction: str, says: str
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False, instruction: True})
+    assert says in commands.ludic("doctor")

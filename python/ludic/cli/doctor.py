@@ -71,9 +71,9 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         console.print(f"  [red]{report['namesake']}[/]")
     console.print("\n[bold]Devices[/]")
     devices = report["devices"]
-    console.print(
-        f"  CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads (the recipes set `threads`)"
-    )
+    console.print(f"  CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads, a small model one (`threads`)")
+    if devices["cpu_bf16"] is not None:
+        console.print(f"  CPU, bfloat16: {_BF16[devices['cpu_bf16']]}", markup=False)
     for index, gpu in enumerate(devices["cuda"]):
         console.print(f"  CUDA {index}: {gpu['name']}, {gpu['memory_gb']} GB")
     if not devices["cuda"]:
@@ -99,14 +99,22 @@ def show_memory(arguments: Sequence[str], *, as_json: bool) -> None:
         print(json.dumps(report, indent=2))
 
 
+_BF16 = {
+    True: "has instructions for it; try trainer.mixed_precision_dtype=bf16 for a large model",
+    False: "has no instructions for it, so it is many times slower than float32; leave mixed_precision_dtype and dtype as they are",
+}
+
+
 def _list_devices() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    devices: dict[str, Any] = {"cpus": usable, "torch_threads": None, "cuda": [], "mps": False}
+    devices: dict[str, Any] = {"cpus": usable, "torch_threads": None, "cpu_bf16": None, "cuda": [], "mps": False}
     if find_spec("torch") is None:
         return devices
     import torch
 
     devices["torch_threads"] = torch.get_num_threads()
+    if hasattr(torch.cpu, "get_capabilities"):  # older releases of torch lack it
+        devices["cpu_bf16"] = any(has for name, has in torch.cpu.get_capabilities().items() if name.endswith("bf16"))
     devices["mps"] = torch.backends.mps.is_available()
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
