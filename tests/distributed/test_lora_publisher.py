@@ -207,6 +207,7 @@ async def test_a_file_that_is_not_whole_or_no_adapter_leaves_nothing(messages, t
         return next(arriving)
 
     store = AdapterStore()
+    assert not list(tmp_path.iterdir())  # a server without adapters makes no folder
     status, answer = await store.store("first@1", receive)
     assert status == 400
     assert "first@1" in answer["error"]["message"]

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import weakref
 from collections import defaultdict, deque
+from functools import cached_property
 from pathlib import Path
 
 from ludic.inference.vllm.in_server.asgi import Message, Receive
@@ -28,9 +29,14 @@ class AdapterStore:
     twice: vLLM's prefix cache tells adapters apart by name and folder."""
 
     def __init__(self) -> None:
-        self._root = tempfile.mkdtemp(prefix="ludic-adapters-")
-        weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         self._folders: defaultdict[str, deque[Path]] = defaultdict(deque)  # of each run, oldest first
+
+    @cached_property
+    def _root(self) -> str:
+        """Made for the first adapter: most servers get none."""
+        root = tempfile.mkdtemp(prefix="ludic-adapters-")
+        weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
+        return root
 
     async def store(self, name: str, receive: Receive) -> tuple[int, object]:
         """(status, answer) of a request whose body is the file of the adapter `name`."""
