@@ -5,14 +5,17 @@ import math
 import random
 
 import pytest
+from faulty_server import CUT, HANG
 from hypothesis import given, strategies as st
 from stub_vllm import StubVLLM
 from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.servers.admission import KVLimit, parse_metrics, sum_series
+from ludic.inference.servers import admission
+from ludic.inference.servers.admission import MOST_TOKENS, KVLimit, parse_metrics, read_metrics, sum_series
 from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.routing import ByPrefix
 from ludic.inference.servers.server import Server
 
 VLLM = """# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
@@ -65,6 +68,51 @@ def test_without_the_use_of_the_cache_there_is_no_limit(text):
 @given(st.text(alphabet='ab:{}=" \n\\#01.e+NaInf\t') | st.text())
 def test_no_text_is_an_error(text):
     assert all(math.isfinite(value) for series in parse_metrics(text).values() for _, value in series)
+
+
+NAMES = ["kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "num_preemptions_total"]
+NAMES = [*(f"vllm:{name}" for name in NAMES), "sglang:max_total_num_tokens"]
+NUMBERS = st.floats(allow_nan=False).map(str) | st.sampled_from(["9" * 5000, "-7", "1e308", "-1e308", "0"])
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from(NAMES), NUMBERS), max_size=9), max_size=4), NUMBERS, NUMBERS)
+def test_no_number_is_an_error(reports, blocks, size):
+    """Each is of a server that says what it likes."""
+    server, info = Server("http://a"), f'vllm:cache_config_info{{block_size="{size}",num_gpu_blocks="{blocks}"}} 1.0\n'
+    server.kv.most = 0.9
+    for lines in reports:
+        server.kv.record_metrics(parse_metrics(info + "".join(f"{name} {value}\n" for name, value in lines)), 10)
+        assert server.kv.calls >= 1
+        assert server.kv.tokens is None or 1 <= server.kv.tokens <= MOST_TOKENS
+        ByPrefix().record(server, [b"1", b"2"])
+
+
+def test_a_server_that_does_not_answer_keeps_its_limit():
+    assert limit_after(report(0.95), None).calls == 9
+
+
+@pytest.mark.parametrize(("fault", "expected"), [(HANG, None), (CUT, None), ((503, ""), None), ((404, ""), {})])
+def test_only_a_server_that_says_so_has_no_metrics(fault, expected, monkeypatch):
+    monkeypatch.setattr(admission, "READ_TIMEOUT_S", 0.2)
+    with StubVLLM() as server:
+        server.metrics = metrics(use=0.1)
+        server.fail("/metrics", fault)
+        assert asyncio.run(read_metrics({}, server.url)) == expected
+        assert asyncio.run(read_metrics({}, server.url))["vllm:kv_cache_usage_perc"]
+
+
+def test_a_closed_pool_reads_no_metrics():
+    async def scenario(server):
+        pool = ServerPool([Server(server.url)], max_kv_use=0.9)
+        pool.servers[0].has_room()
+        await asyncio.sleep(0)
+        await pool.aclose()
+        await asyncio.wait([pool.servers[0].kv.reading], timeout=5)
+        return pool.servers[0].kv.reading.cancelled()
+
+    with StubVLLM() as server:
+        server.fail("/metrics", HANG)
+        assert asyncio.run(scenario(server))
 
 
 def test_there_is_no_limit_until_the_cache_is_nearly_full():

@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ludic.errors import InferenceError
+from ludic.errors import InferenceError, ServerError
+from ludic.inference.servers.errors import is_retryable
 from ludic.inference.servers.http import request_once
 
 READ_EVERY_S, READ_TIMEOUT_S = 0.5, 2.0
@@ -19,6 +20,8 @@ RETRY_S = 30.0
 """When a server without metrics is asked for them again."""
 MAX_BYTES = 16 * 2**20
 """Limit on the metrics. A server with hundreds of series has 1 MB."""
+MOST_TOKENS = 2.0**32
+"""A KV cache that is said to have room for more is taken to be of an unknown size."""
 
 Metrics = Mapping[str, list[tuple[str, float]]]
 """Name -> (labels, value) of each series."""
@@ -39,13 +42,13 @@ def parse_metrics(text: str) -> Metrics:
     return series
 
 
-async def read_metrics(headers: Mapping[str, str], url: str) -> Metrics:
-    """The metrics of a server; none if it has none, or does not answer in time."""
+async def read_metrics(headers: Mapping[str, str], url: str) -> Metrics | None:
+    """The metrics of a server, empty if it has none. None if it does not answer in time."""
     try:
         answer = await request_once("GET", f"{url}/metrics", headers=headers, timeout_s=READ_TIMEOUT_S, max_bytes=MAX_BYTES)
         return parse_metrics(answer.raise_for_status().text)
-    except InferenceError:
-        return {}
+    except InferenceError as error:
+        return {} if isinstance(error, ServerError) and not is_retryable(error) else None
 
 
 def sum_series(metrics: Metrics, *names: str) -> float:
@@ -63,7 +66,8 @@ class KVLimit:
        1. Calls that wait in the server's own queue do not count.
     3. While less is in use and none waits, each answer raises it by 1/8.
 
-    Metrics are read twice a second while calls are sent. A server without them has no limit.
+    Metrics are read twice a second while calls are sent. A server without them has no limit. One
+    that does not answer in time, since it has much to do, keeps the limit that it has.
     """
 
     most: float | None = None
@@ -86,8 +90,10 @@ class KVLimit:
     def record_answer(self) -> None:
         self.calls += self._grows / 8
 
-    def record_metrics(self, metrics: Metrics, in_flight: int) -> None:
-        """The server, with so many calls of ours, has reported this."""
+    def record_metrics(self, metrics: Metrics | None, in_flight: int) -> None:
+        """The server, with so many calls of ours, has reported this; None: it gave no answer."""
+        if metrics is None:
+            return
         use = [value for name in ("vllm:kv_cache_usage_perc", "sglang:token_usage") for _, value in metrics.get(name, ())]
         if self.most is None or not use:
             self.calls, self._grows, self._read_at = math.inf, False, time.monotonic() + RETRY_S
@@ -96,8 +102,9 @@ class KVLimit:
         waiting = sum_series(metrics, "vllm:num_requests_waiting", "sglang:num_queue_reqs")
         preemptions = sum_series(metrics, "vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
         sizes = [dict(_SIZE.findall(labels)) for labels, _ in metrics.get("vllm:cache_config_info", ())]
-        tokens = sum(int(size.get("num_gpu_blocks", 0)) * int(size.get("block_size", 0)) for size in sizes)
-        self.tokens = tokens or int(sum_series(metrics, "sglang:max_total_num_tokens")) or None
+        tokens = sum(float(size.get("num_gpu_blocks", 0)) * float(size.get("block_size", 0)) for size in sizes)
+        tokens = tokens or sum_series(metrics, "sglang:max_total_num_tokens")
+        self.tokens = int(tokens) if 1 <= tokens <= MOST_TOKENS else None
         preempted, self._preemptions = preemptions > self._preemptions, preemptions
         self._grows = not preempted and max(use) <= self.most and not waiting
         if preempted or max(use) > self.most:

@@ -76,7 +76,10 @@ class Server:
         self.kv.record_metrics(await read_metrics(self.request_headers, self.url), self.in_flight)
 
     async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
+        """Close the connections of the running event loop, and stop reading metrics in it."""
+        reading = self.kv.reading
+        if reading is not None and reading.get_loop() is asyncio.get_running_loop():
+            reading.cancel()
         http = self._connections.pop(asyncio.get_running_loop(), None)
         if http is not None:
             await http.aclose()

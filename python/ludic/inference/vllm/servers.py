@@ -299,7 +299,7 @@ async def read_served(headers: Mapping[str, str], url: str, *, timeout_s: float 
 async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
     """Number of tokens that the server has processed so far, which rises while it works. None if
     the server does not report it."""
-    metrics = await read_metrics(headers, url)
+    metrics = await read_metrics(headers, url) or {}
     known = metrics.keys() & TOKEN_COUNTERS
     return sum_series(metrics, *known) if known else None
 
