@@ -20,6 +20,7 @@ from sharded_presets import find_presets
 from small_models import mixture_model
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 from transformers import AutoModelForCausalLM
+from used_models import find_used
 
 from ludic.errors import LudicError
 from ludic.files.checkpoints import find_checkpoint_faults
@@ -358,6 +359,7 @@ def main(out, *sections):
         "starts": find_starts,
         "presets": find_presets,
         "contexts": find_contexts,
+        "used": find_used,
     }
     found = {name: everything[name](runs) for name in sections or everything}
     Path(out).write_text(json.dumps(found, indent=1))

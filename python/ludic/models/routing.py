@@ -92,7 +92,8 @@ class Routers:
             raise ConfigError(
                 f"{kind} has routers of several kinds ((experts, chosen) {sorted(shapes)}), or runs one twice; {remedy}"
             )
-        if balanced and not hasattr(sys.modules[type(self.model).__module__], "load_balancing_loss_func"):
+        classes = type(self.model).__mro__  # FSDP2 makes a class of its own
+        if balanced and not any(hasattr(sys.modules[each.__module__], "load_balancing_loss_func") for each in classes):
             raise ConfigError(f"{kind} has no load-balancing loss; leave trainer.router_aux_coef at 0")
         [(self.num_experts, self.top_k)] = shapes
         self.dtype = torch.uint8 if self.num_experts <= 256 else torch.uint16

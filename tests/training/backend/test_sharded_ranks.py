@@ -148,3 +148,11 @@ def test_rows_that_several_ranks_compute_have_the_loss_and_gradient_of_one_proce
             assert largest > 0.1, name
             assert difference <= 1e-6 * max(1.0, largest), (ranks, name)
             assert loss <= 1e-6, (ranks, name)
+
+
+def test_a_model_that_was_used_before_its_optimizer_is_trained_whole(found):
+    """A reference that is the policy is scored before, and routers are looked for."""
+    assert found["used"].keys() == {"scored", "routed"}
+    for kind, used in found["used"].items():
+        assert used["moved"] > 0.01, kind
+        assert used["difference"] <= 1e-6, kind

@@ -126,6 +126,7 @@ class TorchBackend(ModelPasses, BackendBase):
                 )
             if self.routers is not None:
                 raise ConfigError("trainer.replay_routing and trainer.router_aux_coef need whole rows; set sharding.context to 1")
+        reshard(self.model)  # a pass without gradient has left whole weights, which are other parameters
         self.optimizer = build_optimizer(self.model, cfg) if optimizer_factory is None else optimizer_factory()
         self._masters = MasterWeights(self.optimizer, enabled=cfg.master_weights)
         self._scale = LossScale(self.model, self.optimizer, cfg)
