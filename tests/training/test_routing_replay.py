@@ -300,6 +300,15 @@ def test_a_reference_routes_as_it_does():
     assert torch.equal(asyncio.run(score(batch)), asyncio.run(score(replace(batch, tensors=plain))))
 
 
+def test_a_frozen_model_may_have_no_routers():
+    """A dense teacher of a mixture."""
+    items, cfg = items_of(sampled(client_of(mixture()))), cpu_config(max_seq_len=64, replay_routing=True, router_aux_coef=1.0)
+    [batch] = MiniBatch(MacroBatch.ingest(items, 64), np.arange(len(items)), replace(cfg, micro_token_budget=512))
+    frozen = [FrozenModel(tiny_model(), each) for each in (cfg, cpu_config(max_seq_len=64))]
+    got, expected = (each.logps(batch).wait() for each in frozen)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("replays", [False, True])
 def test_the_balance_loss_does_not_depend_on_the_split(replays):
     """The law: f_e and P_e are over all tokens of all samples of the mini-batch, a token that k

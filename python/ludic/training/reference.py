@@ -83,7 +83,7 @@ class FrozenModel:
     def _freeze(self, model: nn.Module, cfg: TrainerConfig) -> None:
         model.requires_grad_(requires_grad=False)
         self.model = model.eval().to(cfg.model_device)
-        self._passes = ModelPasses(self.model, replace(cfg, replay_routing=False))
+        self._passes = ModelPasses(self.model, replace(cfg, replay_routing=False, router_aux_coef=0.0))
         require_slices(self.model, cfg)
         self.flops = self._passes.flops
         """Counts the FLOPs of its passes."""
