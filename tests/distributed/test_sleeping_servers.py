@@ -44,10 +44,10 @@ def short_deadlines(monkeypatch):
     monkeypatch.setattr(server_link, "ANSWER_MARGIN_S", 0.5)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_push_wakes_the_weights_loads_and_checks_them_and_then_wakes_the_cache(start, level):
+@pytest.mark.parametrize(("level", "rank0_only"), [(1, False), (2, False), (2, True)])
+def test_a_push_wakes_the_weights_loads_and_checks_them_and_then_wakes_the_cache(start, level, rank0_only):
     server = start()
-    push = publisher(server, level=level)
+    push = publisher(server, level=level, rank0_only=rank0_only)
     assert push.shares_device
     push.sleep()
     assert server.sleeping == {"weights", "kv_cache"}

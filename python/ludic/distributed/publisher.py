@@ -53,9 +53,10 @@ class Rank0OnlyPublisher(Publisher):
     """Publishes only on rank 0, which makes the inner publisher at the first push. Other ranks
     never make one."""
 
-    def __init__(self, make_inner: Callable[[], PolicyPublisher], *, enabled: bool = True) -> None:
+    def __init__(self, make_inner: Callable[[], PolicyPublisher], *, enabled: bool = True, shares_device: bool = False) -> None:
+        """`shares_device`: of the inner one, which all ranks must know before it is made."""
         self._make_inner = make_inner
-        self._enabled = enabled
+        self._enabled, self.shares_device = enabled, shares_device
         self._inner: Publisher | None = None
         self._change_expected = True
 
@@ -66,6 +67,10 @@ class Rank0OnlyPublisher(Publisher):
     def publish_stream(self, weights: WeightSource, version: Version = None) -> Awaitable[None] | None:
         inner = self._inner_of_rank_0()
         return None if inner is None else inner.publish_stream(weights, version=version)
+
+    def sleep(self) -> Awaitable[None] | None:
+        inner = self._inner_of_rank_0()
+        return None if inner is None else inner.sleep()
 
     def _inner_of_rank_0(self) -> Publisher | None:
         """The inner publisher on rank 0, and in a process without a process group; else None."""

@@ -311,4 +311,4 @@ def create_vllm_publisher(
         deltas = push == "auto" and sleep_level is None  # a server that sleeps drops what does not come with the push
         return VllmPublisher(control, folders, deltas=deltas, allow_unchanged=allow_unchanged, debug=debug)
 
-    return Rank0OnlyPublisher(make_publisher) if rank0_only else make_publisher()
+    return Rank0OnlyPublisher(make_publisher, shares_device=sleep_level is not None) if rank0_only else make_publisher()
