@@ -422,8 +422,10 @@ class Trainer(TrainerState):
             self._is_offloaded = False
 
     def _list_offloaded(self) -> list[Any]:
-        scorers = [self.reference, self.algo.teacher]
-        scorers += [getattr(scorer, "inner", None) for scorer in scorers]  # of a CachedReference
+        scorers: list[Any] = [self.reference, self.algo.teacher]
+        for scorer in scorers:  # it grows: by `Teachers`, each with a prompt of its own or not, and what a cache is of
+            inner = (getattr(scorer, "inner", None), getattr(scorer, "policy", None))
+            scorers += [each for each in (*getattr(scorer, "by_name", {}).values(), *inner) if each is not None]
         backends = [with_defaults(self.backend), *([] if self.critic is None else [self.critic.backend])]
         return [*backends, *(scorer for scorer in scorers if hasattr(scorer, "reload"))]
 

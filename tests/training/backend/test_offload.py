@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,12 @@ from ludic.training import (
     apply_lora,
     as_value_model,
     make_grpo,
+    make_opd,
     make_ppo,
 )
 from ludic.training.backend import offload
 from ludic.training.backend.protocol import BackendBase
+from ludic.training.distillation import Teacher
 from ludic.training.reference import CachedReference, FrozenModel
 from ludic.training.rng import seed_everything
 
@@ -76,6 +79,12 @@ def referenced(cfg):
     return {"model": tiny_model(), "reference": frozen, "algo": make_grpo(group_size=4, reference_kl=0.1)}
 
 
+def taught(cfg):
+    teachers = {"a": FrozenModel(tiny_model(1), cfg), "b": Teacher(CachedReference(FrozenModel(tiny_model(2), cfg)))}
+    items = [replace(item, meta={**item.meta, "teacher": "ab"[number % 2]}) for number, item in enumerate(sorting_items(8))]
+    return {"model": tiny_model(), "algo": make_opd(teacher=teachers), "items": items}
+
+
 def value_head(cfg):
     return {"model": tiny_model(), "algo": make_ppo(), "items": dialogues((1, 3, 2, 1))}
 
@@ -91,7 +100,7 @@ def quantized_nf4(cfg):
     return {"model": apply_lora(model, LoraSettings(rank=2))}
 
 
-KINDS = [plain, half, adapted, quantized, quantized_nf4, referenced, value_head, value_model]
+KINDS = [plain, half, adapted, quantized, quantized_nf4, referenced, taught, value_head, value_model]
 
 
 def make_trainer(kind, *, offload=None, look=lambda: None, **changes):
@@ -103,8 +112,12 @@ def make_trainer(kind, *, offload=None, look=lambda: None, **changes):
 
 def everything(trainer):
     backends = [trainer.backend, *([] if trainer.critic is None else [trainer.critic.backend])]
-    reference = getattr(trainer.reference, "inner", None)
-    modules = [*(backend.model for backend in backends), *([] if reference is None else [reference.model])]
+    modules = [backend.model for backend in backends]
+    if isinstance(trainer.reference, CachedReference):
+        modules += [trainer.reference.inner.model]
+    if trainer.algo.teacher is not None:
+        first, second = trainer.algo.teacher.by_name.values()
+        modules += [first.model, second.policy.inner.model]
     return held_tensors(*modules, *(backend.optimizer for backend in backends))
 
 
