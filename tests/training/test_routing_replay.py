@@ -27,13 +27,15 @@ from ludic.inference.local import LocalChatClient
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.models.packed_attention import PACKED, set_attention
 from ludic.models.sharding import enable_checkpointing
-from ludic.training import ConstantCredit, SampleAttachments, SAWBatch, SAWItem, Trainer, make_grpo
+from ludic.training import ConstantCredit, SampleAttachments, SAWBatch, SAWItem, Trainer, make_grpo, make_opd
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching import tree_batches
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import truncate_item
 from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.batching.tree_batches import TreeMiniBatch
+from ludic.training.distillation import Teacher
+from ludic.training.info_seed.seed_tags import with_prompt
 from ludic.training.preflight.comparison import compare
 from ludic.training.queue.entries import (
     EntryError,
@@ -298,6 +300,31 @@ def test_a_reference_routes_as_it_does():
         return await frozen.logps(micro_batch).result()
 
     assert torch.equal(asyncio.run(score(batch)), asyncio.run(score(replace(batch, tensors=plain))))
+
+
+def test_tokens_under_another_prompt_have_no_routes():
+    """The policy with another prompt, as in self-distillation, chooses experts itself."""
+    items, prompt = items_of(sampled(client_of(rounded(mixture())))), [7] * 9
+    shown = [with_prompt(item, prompt) for item in items]
+    assert all(item.attachments.routes is not None for item in items)
+    assert [item.attachments.routes for item in shown] == [None] * len(items)
+    scored = {}
+    for replays in (False, True):
+        seen, cfg = [], cpu_config(max_seq_len=64, replay_routing=replays)
+        own = make_opd(teacher=Teacher(prompt=lambda item: prompt))
+        trainer = Trainer(model=mixture(), algo=own, batch_source=ListSource(items), cfg=cfg)
+        prepare = trainer._prepare
+
+        async def note(macro, number, prepare=prepare, seen=seen):
+            prepared = await prepare(macro, number)
+            seen.append(prepared.macro.token_columns["reference_logps"])
+            return prepared
+
+        trainer._prepare = note
+        trainer.train_step_sync()
+        [scored[replays]] = seen
+    assert scored[True].keys() == scored[False].keys()
+    assert all(torch.equal(scored[True][row], each) for row, each in scored[False].items())
 
 
 def test_a_frozen_model_may_have_no_routers():

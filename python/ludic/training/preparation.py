@@ -69,7 +69,10 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
     """Replace the log-probabilities of samples that were drawn with another prompt, score the
     samples with the reference if something reads it and not all of them bring its
     log-probabilities, then weigh them, then add the log-probabilities that the step begins with if
-    a correction needs them later. Those are logged too, of the batches that the log is for."""
+    a correction needs them later. Those are logged too, of the batches that the log is for. Raises
+    DataError for a batch to replay in which no sample has routes."""
+    if run.cfg.replay_routing and macro.items and macro.routed is None:
+        raise DataError("no sample has routes; sample with keep_routes, or leave trainer.replay_routing off")
     stats: dict[str, float] = {}
     if run.algo.rescores is not None:
         macro = await _rescore(run, macro, run.algo.rescores)

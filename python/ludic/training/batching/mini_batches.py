@@ -351,7 +351,7 @@ class MiniBatch:
         if self.batch.has_candidates:
             tensors |= collate_candidates([self.batch.items[row] for row in rows], tensors)
         if self.cfg.replay_routing:
-            tensors |= collate_routes([self.batch.items[row] for row in rows], tensors, required=routed is None)
+            tensors |= collate_routes([self.batch.items[row] for row in rows], tensors)
         tensors |= to_tensors(
             {name: column[rows].astype(np.float32) for name, column in self.batch.sample_columns.items()}, self.cfg.model_device
         )

@@ -68,13 +68,11 @@ def restore_ids(columns: dict[str, Any], ids: NDArray[np.int32]) -> None:
     keys[keys >= ROUTED] = ids[keys[keys >= ROUTED] - ROUTED]
 
 
-def collate_routes(items: Sequence[SAWItem], tensors: Mapping[str, Any], *, required: bool = False) -> dict[str, Tensor]:
+def collate_routes(items: Sequence[SAWItem], tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     """`routes` [B, T, layers, top_k] int16 in the layout of `input_ids`, of the samples of a
     micro-batch; `OWN` where none are recorded. Of turns in one row, the last that has a token. {}
-    if no sample has any. Raises DataError if one is `required`."""
+    if no sample has any."""
     if (shape := check_routes(items)) is None:
-        if required:
-            raise DataError("no sample has routes; sample with keep_routes, or leave trainer.replay_routing off")
         return {}
     placed = np.full((*tensors["input_ids"].shape, *shape), OWN, dtype=np.int16)
     rows = tensors["turns"][:, 0].tolist() if "turns" in tensors else range(len(items))

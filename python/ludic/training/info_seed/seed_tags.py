@@ -111,7 +111,8 @@ def _prompt_length(action_mask: Sequence[int]) -> int:
 
 
 def with_prompt(item: SAWItem, prompt: list[int], images: Sequence[ImageSpan] = ()) -> SAWItem:
-    """The sample with other tokens, which have `images`, before its first action token."""
+    """The sample with other tokens, which have `images`, before its first action token. The sampler
+    chose no experts for it: it has no routes."""
     start = _prompt_length(item.action_mask)
     completion = list(item.input_ids[start:])
     meta = {**item.meta, "prompt_length": len(prompt)} if "prompt_length" in item.meta else item.meta
@@ -121,5 +122,6 @@ def with_prompt(item: SAWItem, prompt: list[int], images: Sequence[ImageSpan] = 
         attention_mask=[1] * (len(prompt) + len(completion)),
         action_mask=[0] * len(prompt) + list(item.action_mask[start:]),
         meta=meta,
+        attachments=replace(item.attachments, routes=None),
         images=(*images, *cut_spans(item.images, start, to=len(prompt))),
     )
