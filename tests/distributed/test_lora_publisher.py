@@ -195,9 +195,10 @@ def test_a_refusal_is_found_by_a_trial_that_leaves_nothing(start, model):
     [
         [{"type": "http.request", "body": b"\x10\0\0\0\0\0\0\0{", "more_body": True}, {"type": "http.disconnect"}],
         [{"type": "http.request", "body": b"no adapter"}],
+        [{"type": "http.request", "body": b"\x40\x0d\x03\0\0\0\0\0" + b"[" * 200_000}],
         [{"type": "http.request", "body": save({"a": torch.ones(1)}, metadata={"format": "pt"})}],
     ],
-    ids=["the trainer is gone", "no safetensors", "no config"],
+    ids=["the trainer is gone", "no safetensors", "no end of brackets", "no config"],
 )
 async def test_a_file_that_is_not_whole_or_no_adapter_leaves_nothing(messages, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

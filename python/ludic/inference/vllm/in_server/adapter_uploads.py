@@ -7,6 +7,7 @@ The config is in the file's metadata. A file that did not arrive whole is droppe
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import shutil
@@ -46,14 +47,20 @@ class AdapterStore:
             while message.get("more_body"):
                 message = await receive()
                 content += message["body"]  # there is none once the trainer is gone
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # of safetensors
-            (folder / "adapter_config.json").write_text(json.dumps(json.loads(header["__metadata__"][CONFIG])))
-            (folder / "adapter_model.safetensors").write_bytes(content)
-        except (ValueError, KeyError, TypeError) as error:
+            digest = await asyncio.to_thread(_write, folder, content)  # the server samples meanwhile
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             shutil.rmtree(folder)
             return 400, {"error": {"message": f"{name} is not the whole file of an adapter: {error!r}"}}
         folders = self._folders[name.rpartition("@")[0]]
         folders.append(folder)
         if len(folders) > KEPT:
             shutil.rmtree(folders.popleft())
-        return 200, {"path": str(folder), "digest": hashlib.blake2b(content).hexdigest()}
+        return 200, {"path": str(folder), "digest": digest}
+
+
+def _write(folder: Path, content: bytearray) -> str:
+    """Write the files of an adapter. Returns the digest of its safetensors."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    (folder / "adapter_config.json").write_text(json.dumps(json.loads(header["__metadata__"][CONFIG])))
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return hashlib.blake2b(content).hexdigest()
