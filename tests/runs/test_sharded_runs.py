@@ -61,6 +61,7 @@ def settings_of(kind: str, folder: Path) -> list[str]:
     own = ["train", *TINY, *REWARD, f"data={folder / 'prompts.jsonl'}", "rollout.prompts=3", "trainer.minibatches_per_batch=2"]
     return {
         "train": [*own, *EVALUATED],
+        "train, a reference": [*own, "algorithm_args.reference_kl=0.1"],
         "train, a value head": [*own, *PPO],
         "train, a critic": [*own, *PPO, "critic.model=policy", "lora.rank=2"],
         "train, adapters, a batch ahead": [*own, "lora.rank=2", "inference.batches_ahead=1"],
@@ -96,7 +97,10 @@ def sharded_sft(folder):
 
 @pytest.mark.parametrize(
     "kind",
-    ["train", "train, a value head", "train, a critic", "train, adapters, a batch ahead", "train, images", "sft", "train-rm"],
+    [
+        *("train", "train, a reference", "train, a value head", "train, a critic", "train, adapters, a batch ahead"),
+        *("train, images", "sft", "train-rm"),
+    ],
 )
 def test_a_sharded_run_is_that_of_one_process(kind, folder, whole_runs, request):
     if kind == "sft":

@@ -145,7 +145,8 @@ def open_reference(
         return None
     if section.model is not None:
         return load_frozen(section.model, recipe, cfg)
-    ranks.ask_rank_0("keeping the reference", lambda: _keep(parts, directory, phase))
+    is_trained = has_checkpoint(directory.checkpoints / phase)  # asks on all ranks
+    ranks.ask_rank_0("keeping the reference", lambda: _keep(parts, directory, is_trained=is_trained))
     return FrozenModel.from_pretrained(str(directory.reference), cfg)
 
 
@@ -180,13 +181,13 @@ def open_teacher(recipe: Recipe, tokenizer: Any, cfg: TrainerConfig) -> Any:
     return opened.get("") or Teachers(opened, section.column)
 
 
-def _keep(parts: RunParts, directory: RunDirectory, phase: str) -> None:
+def _keep(parts: RunParts, directory: RunDirectory, *, is_trained: bool) -> None:
     remedy = "give the model that it began with as reference.model=FOLDER"
     if directory.reference.is_dir():
         check_model_folder(directory.reference, remedy)
     if holds_whole_weights(directory.reference):
         return
-    if has_checkpoint(directory.checkpoints / phase) or directory.read_progress().steps:
+    if is_trained or directory.read_progress().steps:
         raise CheckpointError(f"{directory.reference}, the reference of this trained policy, is gone; {remedy}")
     with replace_with_manifest(directory.reference) as aside:
         save_tokenizer(parts.tokenizer, aside, parts.model)
