@@ -610,6 +610,13 @@ def npy(experts):
         return base64.b64encode(buffer.getvalue()).decode()
 
 
+def npy_head(shape):
+    """A file that says that it has so many experts, and has none."""
+    with io.BytesIO() as buffer:
+        np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
 def sample_with_experts(answer, **server):
     """The trace of one continuation of [5, 6, 7] by a server that answers so."""
     with StubVLLM(**server) as stub:
@@ -637,6 +644,8 @@ def test_routed_experts_of_a_server_are_routes_of_the_trace(dtype):
         ("no base64!", r"cannot be read"),
         (base64.b64encode(b"no npy").decode(), r"cannot be read"),
         (npy(np.array([[[{}]]], dtype=object)), r"cannot be read"),
+        (base64.b64encode(b"PK\x03\x04 no zip").decode(), r"cannot be read"),
+        (npy_head((2**45, 1, 1)), r"cannot be read"),
         (npy(np.zeros((2, 3, 2))), r"uint8 or uint16"),
         (npy(np.zeros((2, 3), dtype=np.uint8)), r"uint8 or uint16"),
         (npy(np.zeros((99, 3, 2), dtype=np.uint8)), r"\[99, 3, 2\] for \d tokens"),

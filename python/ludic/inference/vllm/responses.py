@@ -235,11 +235,13 @@ class ResponseReader:
 def _read_routes(encoded: str, num_tokens: int, name: str) -> Routes:
     """The experts of vLLM's `routed_experts`: [R, layers, top_k] of uint8 or uint16, as base64 of
     an `.npy` file, with R up to the number of tokens. Raises InferenceError for anything else."""
+    from zipfile import BadZipFile
+
     import numpy as np
 
     try:
         experts = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, MemoryError, BadZipFile) as error:
         raise InferenceError(f"{name} returned routed_experts that cannot be read: {error}") from error
     is_known = isinstance(experts, np.ndarray) and experts.dtype in (np.uint8, np.uint16) and experts.ndim == 3
     if not is_known or len(experts) > num_tokens or not experts.size:
