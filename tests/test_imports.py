@@ -48,8 +48,10 @@ LAYERS = [
         "ludic.training.batching",
         "ludic.training.info_seed",
         "ludic.training.queue",
+        "ludic.training.judge",
         "ludic.training.reward_functions",
         "ludic.training.reward_scorer",
+        "ludic.training.rubric",
     ],
     [
         "ludic.training.backend",

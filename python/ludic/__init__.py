@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ludic.importing import install_finder
 
 if TYPE_CHECKING:
-    from ludic.trainers import DPO, GRPO, PPO, SFT, RewardModel
+    from ludic.trainers import DPO, GRPO, PPO, SFT, Judge, RewardModel
 
-__all__ = ["DPO", "GRPO", "PPO", "SFT", "RewardModel"]
+__all__ = ["DPO", "GRPO", "PPO", "SFT", "Judge", "RewardModel"]
 __version__ = "0.1.0"
 """The version in Cargo.toml. The extension refuses to be imported by another one."""
 

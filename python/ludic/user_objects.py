@@ -82,9 +82,9 @@ class GivenNames(Generic[T]):
 
     @contextmanager
     def given(self, objects: Mapping[str, T]) -> Iterator[None]:
-        """Inside the block, and in the threads and tasks that it starts, these have their names;
-        they are not visible elsewhere."""
-        token = self._now.set(dict(objects))
+        """Inside the block, and in the threads and tasks that it starts, these have their names,
+        in addition to the objects of blocks around it; they are not visible elsewhere."""
+        token = self._now.set({**self.now, **objects})
         try:
             yield
         finally:

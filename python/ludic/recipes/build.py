@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,9 +39,10 @@ from ludic.training.controllers.entropy import check_reachable
 from ludic.training.credit_assignment import BranchReturn, GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
 from ludic.training.filters import drop_incomplete_completions
 from ludic.training.group_credit import EachRewardNormalized
+from ludic.training.judge import Judge, JudgeSettings
 from ludic.training.presets.preprocess import add_info_seed
 from ludic.training.presets.registry import REGISTRY
-from ludic.training.reward_functions import CODE_REWARDS, RewardFunctions, required_arguments
+from ludic.training.reward_functions import CODE_REWARDS, RewardFunctions, given_rewards, required_arguments
 from ludic.training.types import CreditAssigner, RolloutScorer, SAWBatch
 from ludic.user_objects import import_named
 
@@ -97,7 +99,11 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     ConfigError for what `evaluation.solved_at` cannot mean for it."""
     names = ("data", "streaming", "reward", "reward_weights", "eval_reward", "eval_reward_weights")
     judged = recipe.reward_model is not None
-    task = as_episodic(build_task(recipe.task, **{name: getattr(recipe, name) for name in names}, judged=judged))
+    given = [
+        each for names in (recipe.reward, recipe.eval_reward) for each in ([names] if isinstance(names, str) else names or ())
+    ]
+    with given_rewards({"judge": build_judge(recipe)} if "judge" in given else {}):
+        task = as_episodic(build_task(recipe.task, **{name: getattr(recipe, name) for name in names}, judged=judged))
     for name in ("max_turns", "max_new_tokens"):
         number = getattr(task, name)
         remedy = "make it a property" if callable(number) else ""
@@ -105,9 +111,8 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     functions, rollout = find_tools(recipe.tools), recipe.rollout
     agent = build_agent(recipe.agent, context=recipe.trainer.max_seq_len)
-    given = [
-        each for names in (recipe.reward, recipe.eval_reward) for each in ([names] if isinstance(names, str) else names or ())
-    ]
+    if recipe.judge != JudgeSettings() and "judge" not in given:
+        raise ConfigError("judge.* are settings of a reward; set reward=judge or eval_reward=judge too")
     if "verified" in given and recipe.agent.verify is None:
         raise ConfigError("reward=verified is the number that a command writes; set agent.verify=[...] too")
     if agent is not None:
@@ -117,6 +122,12 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
             )
         return WithAgent(task, agent)
     return WithTools(task, ToolUse(functions, rollout.max_tool_turns, rollout.tool_timeout_s)) if functions else task
+
+
+def build_judge(recipe: Recipe) -> Judge:
+    """The judge of a recipe. Its verdicts are in the folder of all runs, unless `judge.cache` names
+    another."""
+    return Judge(**{**vars(recipe.judge), "cache": recipe.judge.cache or str(Path(recipe.output).expanduser() / ".judge")})
 
 
 def build_curriculum(recipe: Recipe, task: EpisodicTask) -> Any:

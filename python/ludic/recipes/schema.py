@@ -33,6 +33,7 @@ from ludic.recipes.sections import (
     TeacherSection,
 )
 from ludic.training.config import TrainerConfig
+from ludic.training.judge import JudgeSettings
 
 MODES = ("sft", "rl", "sft+rl")
 _POOL = "rollout.over_sampling_factor or rollout.group_filter"
@@ -278,7 +279,7 @@ class Recipe(CommonSettings):
     when its problem is played. Trains on the same batches as without."""
     reward: Any = None
     """Reward functions for `data`: `module:function`, `gsm8k`, `math`, `pure_accuracy_math` (an
-    answer between `<answer>` tags), or a list of these."""
+    answer between `<answer>` tags), `judge` (a language model), or a list of these."""
     reward_weights: Any = None
     """One weight per reward function; null: 1 each."""
     reward_normalize: str = setting("sum", choices=("sum", "each"), needs="reward", excludes="reward_model")
@@ -323,6 +324,7 @@ class Recipe(CommonSettings):
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: PublishedLoraSection = field(default_factory=PublishedLoraSection)
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
+    judge: JudgeSettings = field(default_factory=JudgeSettings)
     agent: AgentSection = field(default_factory=AgentSection)
     warmup: WarmupSection = field(default_factory=WarmupSection)
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)

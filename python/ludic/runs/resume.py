@@ -30,6 +30,7 @@ _FREE = (
     *("sharding.activation_checkpointing", "gradient_checkpointing"),
     *("place.", "queue.url", "queue.lease_s", "queue.patience_s"),
     *("callbacks.keep_best", "callbacks.push_to_hub", "callbacks.private", "callbacks.completions"),
+    *("judge.url", "judge.api_key_env", "judge.batch", "judge.timeout_s", "judge.cache"),
     *("profile.", "trainer.peak_tflops", "warmup.trainer.peak_tflops"),
 )
 """Settings, or prefixes of settings, that may differ on resume: they change where a run executes

@@ -3,5 +3,6 @@ commands do."""
 
 from ludic.trainers.base import RecipeTrainer
 from ludic.trainers.methods import DPO, GRPO, PPO, SFT, RewardModel
+from ludic.training.judge import Judge
 
-__all__ = ["DPO", "GRPO", "PPO", "SFT", "RecipeTrainer", "RewardModel"]
+__all__ = ["DPO", "GRPO", "PPO", "SFT", "Judge", "RecipeTrainer", "RewardModel"]

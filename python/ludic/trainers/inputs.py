@@ -17,6 +17,7 @@ from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
 from ludic.images.store import ImageStore
 from ludic.recipes.overrides import Override, make_override
+from ludic.training.judge import Judge, JudgeSettings
 from ludic.training.reward_functions import needed_columns, reward_names
 
 Rows = str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
@@ -91,6 +92,18 @@ def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., A
         if name in reward_names():
             raise ConfigError(f"there is a reward {name!r} already; give your function another name with def")
     return names, own
+
+
+def take_judge(rewards: Rewards | None) -> tuple[Rewards | None, dict[str, Any]]:
+    """The rewards, of which a `Judge` is the name `judge`, and its settings: as the section `judge`
+    of the recipe they are known to every process of the run, and when it is resumed."""
+    listed = [] if rewards is None else _listed(rewards)
+    judge = next((each for each in listed if type(each) is Judge), None)
+    if judge is None:
+        return rewards, {}
+    default = vars(JudgeSettings())
+    settings = {f"judge.{name}": as_plain(getattr(judge, name)) for name in default if getattr(judge, name) != default[name]}
+    return ["judge" if each is judge else each for each in listed], settings
 
 
 def name_tools(tools: Tools) -> tuple[list[str], dict[str, Tool]]:

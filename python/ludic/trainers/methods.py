@@ -21,6 +21,7 @@ from ludic.trainers.inputs import (
     name_rewards,
     name_tools,
     source_of,
+    take_judge,
     task_of,
 )
 
@@ -61,19 +62,21 @@ class GRPO(RecipeTrainer):
     ) -> None:
         """`model`: a folder or a hub id. None means a small new one. `reward_functions`: as in TRL,
         `reward(prompts, completions, **columns) -> list of floats`; the columns come from
-        `dataset`, whose column `prompt` is text or messages. None means that only `reward_model=`
-        judges. `tools`: functions with type hints and docstrings that the model may call before it
-        answers, in training and in every measurement; the reward functions get the answer.
-        `agent`: a function of a session that solves a problem by calling the model through a URL,
-        and returns the answer (docs/agents.md); or a list, a command; or the section `agent`.
-        `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of both, a class
-        with the members of `ludic.tasks.EpisodicTask` or `Task`; it is `task.kind=module:Class` of
-        `ludic train`, so its demonstrations warm the model up unless `warmup={"steps": 0}`;
-        `recipe="tools"` has the settings for several turns. A mapping has the section `task`.
+        `dataset`, whose column `prompt` is text or messages; or a `Judge`. None means that only
+        `reward_model=` judges. `tools`: functions with type hints and docstrings that the model may
+        call before it answers, in training and in every measurement; the reward functions get the
+        answer. `agent`: a function of a session that solves a problem by calling the model through
+        a URL, and returns the answer (docs/agents.md); or a list, a command; or the section
+        `agent`. `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of
+        both, a class with the members of `ludic.tasks.EpisodicTask` or `Task`; it is
+        `task.kind=module:Class` of `ludic train`, so its demonstrations warm the model up unless
+        `warmup={"steps": 0}`; `recipe="tools"` has the settings for several turns. A mapping has
+        the section `task`.
         Raises ConfigError without rows and task, and for a tool without docstring or type hints."""
         rows = _folder_of_rows(settings)
         task_section, own_task = task_of(task, dataset, reward_functions)
-        given: dict[str, Any] = {}
+        given: dict[str, Any]
+        reward_functions, given = take_judge(reward_functions)
         given["reward"], own = (None, {}) if reward_functions is None else name_rewards(reward_functions)
         if dataset is not None:
             given["data"] = source_of(dataset, rows, rewards=reward_functions or ())

@@ -9,9 +9,10 @@ when they are read), and `completion_ids`, `trainer_state`, `log_extra`, `log_me
 (whether the completions are measured and not trained on). A function gets the
 keywords in its signature, or all if it has `**kwargs`. If its signature has them, it also gets
 `tool_calls` and `tool_results`: lists of a completion's calls, in OpenAI's format, and of the texts
-that they returned; and `verified`, the text that `agent.verify` wrote, or None. It can be a
-coroutine function; all coroutine functions of a batch run concurrently. A plain function blocks the
-thread that it runs in, and may have a deadline.
+that they returned; `verified`, the text that `agent.verify` wrote, or None; and `group_ids`, equal
+for answers to one problem that are compared. It can be a coroutine function; all coroutine
+functions of a batch run concurrently. A plain function blocks the thread that it runs in, and may
+have a deadline.
 
 `register_reward` names a function for the `reward` of a recipe; the built-in verifiers have names.
 """
@@ -327,6 +328,8 @@ class RewardFunctions:
             store = current_store()
             listed = [row.get("images") or () for row in rows]
             arguments["images"] = [Changed(uris, lambda _, uri: store.open(uri.removeprefix(URI))) for uris in listed]
+        if "group_ids" in inspect.signature(function).parameters:
+            arguments["group_ids"] = [entry.group for entry in inputs]
         arguments |= {
             "prompts": [entry.row["prompt"] for entry in inputs],
             "completions": [entry.completion for entry in inputs],
@@ -509,8 +512,19 @@ def exit_error(error: SystemExit) -> Exception:
 
 RewardFunction = Callable[..., Any]
 NAMED = ("tool_calls", "tool_results", "verified")
-"""Keywords of functions that name them, unless the data has columns of these names."""
-PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval", *NAMED)
+"""Keywords of functions that name them, unless the data has columns of these names. `group_ids` is
+one too, and goes before a column."""
+PROVIDED = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "is_eval",
+    "group_ids",
+    *NAMED,
+)
 """Keywords in addition to the columns of the data."""
 
 
@@ -569,6 +583,12 @@ def _last_number(text: str) -> float | GradingError:
         return GradingError(f"the last line of agent.verify ({last!r:.200}) must be a number: the reward")
 
 
+def _make_judge() -> Callable[..., Any]:
+    from ludic.training.judge import Judge  # its server's client is imported when there is one
+
+    return Judge()
+
+
 MakeReward = Callable[[], Callable[..., Any]]
 VERIFIERS: dict[str, MakeReward] = {
     "gsm8k": gsm8k_reward,
@@ -579,6 +599,7 @@ VERIFIERS: dict[str, MakeReward] = {
 """The built-in ones: 1 for a right answer, 0 for any other."""
 SHARES: dict[str, MakeReward] = {
     "ifeval_instructions": partial(IFEvalReward, by_instruction=True),
+    "judge": _make_judge,
     "verified": lambda: verified_number,
 }
 """Built-in ones whose reward may be between 0 and 1."""

@@ -60,14 +60,20 @@ class OpenAIChatClient(AsyncClosing):
         self._template_kwargs = chat_template_kwargs or {}
         self._http = Http({"Authorization": f"Bearer {api_key}"})
 
-    async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
-        """One completion. The info has `raw_response` and `used_args`.
+    async def complete(
+        self, request: ChatCompletionRequest, *, schema: Mapping[str, Any] | None = None
+    ) -> tuple[ChatResponse, dict[str, Any]]:
+        """One completion. The info has `raw_response` and `used_args`. `schema`: a JSON schema that
+        the text must follow, which servers enforce by constrained decoding (`response_format`).
 
         Raises TimeoutError after `timeout_s`, InferenceError for a response that is not a
         completion, and ConfigError for settings that this interface does not have.
         """
         refuse_extensions(request, self)
         arguments = self._arguments(request)
+        if schema is not None:
+            named = {"name": "answer", "strict": True, "schema": schema}
+            arguments["response_format"] = {"type": "json_schema", "json_schema": named}
         body = request_body(arguments)
         body["messages"] = to_openai(body["messages"], current_store())
         response = await self._request("POST", "/chat/completions", body)

@@ -37,11 +37,12 @@ class EpisodeTable:
         self.rows: list[list[Any]] = []
         """[run, policy version, problem, group, reward, flags, turns] of each episode. `turns` are
         lists: [observation, action, next observation, reward, credit, flags, token numbers,
-        log-probabilities in -0.01 nats, mismatches in 0.001 nats, facts]; a number refers to
-        `pieces`. A mismatch is the trainer's log-probability minus the sampler's; there are none of
-        a batch that the trainer did not log. None stands for a number that is not finite. Facts are
-        texts: the right answer, and the reward of each function. An episode that failed has no
-        group, the reward None, no turn or one, and its error at the end."""
+        log-probabilities in -0.01 nats, mismatches in 0.001 nats, facts, judged]; a number refers
+        to `pieces`. A mismatch is the trainer's log-probability minus the sampler's; there are none
+        of a batch that the trainer did not log. None stands for a number that is not finite. Facts
+        are texts: the right answer, and the reward of each function. `judged`, a text, has what a
+        judge was asked and its verdicts. An episode that failed has no group, the reward None, no
+        turn or one, and its error at the end."""
         self.pieces: list[str] = []
         """Texts of tokens."""
         self.counts: dict[int, int] = {}
@@ -145,6 +146,7 @@ class EpisodeTable:
                 for mine, logp in zip(own, logps, strict=False)
             ],
             [*_describe_call(info), *([f"right answer {right}"] if right else []), *named],
+            _show_judged(info),
         ]
 
     def _show(self, content: Any) -> str:
@@ -159,6 +161,13 @@ def _describe_call(info: Mapping[str, Any]) -> list[str]:
         return []
     follows = f"continues call {parent}" if isinstance(parent, int) else f"continues none: {info.get('reason')}"
     return [f"call {call}, branch {branch}, {follows}"]
+
+
+def _show_judged(info: Mapping[str, Any]) -> str:
+    """The questions about an answer, each with its verdict; empty without a judge."""
+    asked = _read_object(info, "reward_log").get("judge")
+    entries = [entry for entry in asked if isinstance(entry, dict)] if isinstance(asked, list) else []
+    return "\n\n".join(f"{entry.get('prompt')}\n\n{json.dumps(entry.get('verdict'))}" for entry in entries)
 
 
 def _read_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -180,7 +189,7 @@ def _read_token_log(path: Path) -> TrainerLogps:
 def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
     problem = _read_object(record, "meta").get("problem_id")
     seen, answer, error = (record.get(key) for key in ("seen", "answer", "error"))
-    turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], [], []]
+    turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], [], [], ""]
     turns = [] if seen is None and answer is None else [turn]
     return [number, None, "" if problem is None else str(problem), None, None, "", turns, str(error or "unknown error")]
 

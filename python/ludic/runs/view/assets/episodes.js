@@ -129,13 +129,14 @@ class Browser {
       element('div', {class: 'siblings'}, group.map((other) => element('button', {type: 'button', 'aria-current': String(other === place), click: () => this.open(other)}, format(data.episodes[other][REWARD])))));
   }
 
-  makeTurn([seen, action, next, reward, credit, flags, pieces, logps, mismatches, told], number, row) {
+  makeTurn([seen, action, next, reward, credit, flags, pieces, logps, mismatches, told, judged], number, row) {
     const several = row[TURNS].length > 1;
     const facts = [several ? `turn ${number + 1}` : null, several ? `reward ${format(reward)}` : null, credit === null ? null : `advantage ${format(credit)}`,
       ...told, ...[...flags].filter((flag) => flag !== 't').map((flag) => FLAG_NAMES[flag][0])].filter(Boolean).join(' · ');
     const isLast = number === row[TURNS].length - 1;
     return [number === 0 || row[TURNS][number - 1][2] !== seen ? element('div', {class: 'text'}, seen) : null,
       element('div', {class: 'small soft'}, facts), element('div', {class: 'text answer'}, this.makeTokens(action, pieces, logps, credit, mismatches)),
+      judged ? element('details', {class: 'small soft'}, element('summary', {}, 'what the judge was asked, and its verdict'), element('div', {class: 'text'}, judged)) : null,
       next && (!isLast || !row[FLAGS].includes('c')) ? element('div', {class: 'text'}, next) : null].filter(Boolean);
   }
 
