@@ -27,25 +27,29 @@ def shown_answers(data):
     return list(data["answers"].values()) if "answers" in data else [data["answer_A"], data["answer_B"]]
 
 
-def judged_by(quality, biased=lambda data: False):
-    """A server whose judge prefers answers of higher `quality(data, answer)`, from 0 to 1; where
-    `biased(data)`, those that are shown first."""
+def judge_by(quality, biased=lambda data: False):
+    """A judge that prefers answers of higher `quality(data, answer)`, from 0 to 1; where
+    `biased(data)`, those that are shown first: a function of what is judged and the schema of the
+    verdict, which it returns without the reason."""
 
-    def answer(body):
-        data, properties = read_question(body)
+    def judge(data, properties):
         values = [quality(data, text) for text in shown_answers(data)]
         if biased(data):
             values = [-place for place, _ in enumerate(values)]
         if "better" in properties:
-            return verdict(better="tie" if values[0] == values[1] else "AB"[values[1] > values[0]])
+            return {"better": "tie" if values[0] == values[1] else "AB"[values[1] > values[0]]}
         if "ranking" in properties:
-            return verdict(ranking=[place + 1 for place in sorted(range(len(values)), key=lambda place: -values[place])])
+            return {"ranking": [place + 1 for place in sorted(range(len(values)), key=lambda place: -values[place])]}
         items = {name: rule for name, rule in properties.items() if name != "reason"}
-        return verdict(
-            **{name: values[0] >= 0.5 if rule["type"] == "boolean" else round(10 * values[0]) for name, rule in items.items()}
-        )
+        return {name: values[0] >= 0.5 if rule["type"] == "boolean" else round(10 * values[0]) for name, rule in items.items()}
 
-    return StubOpenAIServer(answer)
+    return judge
+
+
+def judged_by(quality, **settings):
+    """A server of `judge_by`."""
+    judge = judge_by(quality, **settings)
+    return StubOpenAIServer(lambda body: verdict(**judge(*read_question(body))), idle_s=2.0)
 
 
 def obedient_judge():

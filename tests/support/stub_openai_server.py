@@ -28,9 +28,9 @@ class StubOpenAIServer:
     """`answer(body)` returns a JSON body (status 200), `(status, body)`, `(status, body, headers)`,
     raw text, HANG or CUT."""
 
-    def __init__(self, answer, models=("stub",)):
+    def __init__(self, answer, models=("stub",), *, idle_s=0.2):
         self.answer, self.models = answer, models
-        self.bodies, self.headers = [], []
+        self.bodies, self.headers, self.idle_s = [], [], idle_s
         self._closing = threading.Event()
         self._http = _Server(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
@@ -52,7 +52,7 @@ class StubOpenAIServer:
     def _handler(server):
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            timeout = 0.2  # idle limit of a keep-alive connection; closing the server waits for it
+            timeout = server.idle_s  # idle limit of a keep-alive connection; closing the server waits for it
 
             def do_GET(self):
                 self.respond({"object": "list", "data": [{"id": name, "object": "model"} for name in server.models]})

@@ -306,6 +306,30 @@ def serve_agent(
     return serve_command(arguments or (), port=port)
 
 
+judges = typer.Typer(help="Judges: language models that reward answers (docs/judges.md).", no_args_is_help=True)
+app.add_typer(judges, name="judge")
+
+
+@judges.command("eval")
+def evaluate_judge(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE | RUN] [KEY=VALUE]...", help="With data=FILE and the settings judge.*."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each verdict; more than one needs judge.temperature.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Measure this number of rows, drawn at random. Default: all.")] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON, on standard output.")] = False,
+) -> int:
+    """Measure a judge on labelled rows: agreement with the labels, calibration, position bias,
+    agreement with itself, and whether orders in an answer change its verdict.
+
+    A row has `prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label` (true or
+    false)."""
+    from ludic.cli.judge import judge_command
+
+    return judge_command(arguments or (), samples=samples, limit=limit, json_only=json_only)
+
+
 _EVAL_HELP = """Measure a model on the held-out problems of a task: accuracy (avg@k) and pass@k with confidence intervals.
 
 Everything is written to `runs/eval-NAME/`: rollouts.jsonl, problems.jsonl, summary.json, accuracy.png and config.yaml. Failed episodes

@@ -102,6 +102,8 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     given = [
         each for names in (recipe.reward, recipe.eval_reward) for each in ([names] if isinstance(names, str) else names or ())
     ]
+    if recipe.judge != JudgeSettings() and "judge" not in given:
+        raise ConfigError("judge.* are settings of a reward; set reward=judge or eval_reward=judge too")
     with given_rewards({"judge": build_judge(recipe)} if "judge" in given else {}):
         task = as_episodic(build_task(recipe.task, **{name: getattr(recipe, name) for name in names}, judged=judged))
     for name in ("max_turns", "max_new_tokens"):
@@ -111,8 +113,6 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     functions, rollout = find_tools(recipe.tools), recipe.rollout
     agent = build_agent(recipe.agent, context=recipe.trainer.max_seq_len)
-    if recipe.judge != JudgeSettings() and "judge" not in given:
-        raise ConfigError("judge.* are settings of a reward; set reward=judge or eval_reward=judge too")
     if "verified" in given and recipe.agent.verify is None:
         raise ConfigError("reward=verified is the number that a command writes; set agent.verify=[...] too")
     if agent is not None:
