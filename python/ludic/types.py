@@ -119,6 +119,11 @@ def group_of(meta: Mapping[str, Any]) -> Any:
     return (meta.get("request_meta") or {}).get("group_id")
 
 
+ENVIRONMENT = "environment"
+"""Key of the name of an environment in the meta of requests, rollouts and samples, in a run with
+several."""
+
+
 def is_column(value: Any) -> bool:
     """Whether `value` is a `ludic.columns.Column`, without an import of numpy: messages and
     environments need none."""

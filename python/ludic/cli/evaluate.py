@@ -30,6 +30,7 @@ from ludic.files.atomic import write_text
 from ludic.images.store import ImageStore, use_store
 from ludic.models.places import check_place
 from ludic.recipes.compose import choose_devices, compose, config_hash, list_builtin_recipes, to_yaml
+from ludic.recipes.environments import choose_environment
 from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
@@ -398,6 +399,8 @@ class EvalSettings:
     suite: Optional[str] = None  # noqa: UP045
     """The set of held-out problems, for tasks with several sets, such as `perfect` of tictactoe;
     null: the first."""
+    environment: Optional[str] = None  # noqa: UP045
+    """Of a recipe with several `environments`: the one whose problems are answered."""
     confidence: float = setting(0.95, above=0, below=1)
     """Confidence level of all intervals."""
 
@@ -421,13 +424,14 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
         else:
             name = SHORT_NAMES.get(override.key)
             for_recipe.append(override.text if name is None else name + override.text[override.text.index("=") :])
-    recipe = _compose(for_recipe)
+    settings = _parse_settings(overrides)
+    recipe = choose_environment(_compose(for_recipe), settings.environment)
     k = recipe.evaluation.samples_per_prompt
     if recipe.rollout.temperature == 0 and k > 1:
         if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in for_recipe):
             raise ConfigError(f"k ({k}) needs a temperature above 0, at which answers differ; leave k out, or set temperature")
         recipe.evaluation.samples_per_prompt = 1
-    return recipe, _parse_settings(overrides)
+    return recipe, settings
 
 
 def _compose(arguments: Sequence[str]) -> Recipe:

@@ -1,10 +1,12 @@
-"""Passes over data: which sample is at which position, pass after pass, without end."""
+"""Which sample is at which position, without end: passes over data, shares of several sources."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from random import Random
 from typing import Any, NamedTuple
 
@@ -112,6 +114,70 @@ class Passes:
         if stretches[-1].length != self._stretches[-1].length:
             raise ConfigError(f"{stretches[-1].length} samples were saved, not {self._stretches[-1].length}; give the same data")
         self._stretches, self.position, self._number = stretches, int(state["position"]), -1
+
+
+class Shares:
+    """Which source each position belongs to; their weights may change at some positions.
+
+    The number of positions of a source among the first n differs from the sum of its shares there
+    by at most 1 - 1 / (2 m - 2), for m sources and every n: Tijdeman, "The chairman assignment
+    problem" (Discrete Mathematics 32, 1980). All arithmetic is of whole numbers, so that a position
+    is all that a checkpoint has to save.
+
+    >>> shares = Shares([{0: Fraction(2)}, {0: Fraction(1)}])
+    >>> [shares.at(position) for position in range(6)]
+    [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
+    """
+
+    def __init__(self, weights: Sequence[Mapping[int, Fraction]]) -> None:
+        """`weights`: for each source its weights by the position at which they begin; 0 before the
+        first. Raises ConfigError for a position at which all weights are 0."""
+        self._starts = sorted({0, *(start for each in weights for start in each)})
+        current, shares = [Fraction()] * len(weights), list[list[Fraction]]()
+        for start in self._starts:
+            current = [each.get(start, weight) for each, weight in zip(weights, current, strict=True)]
+            if not any(current):
+                raise ConfigError(f"all weights are 0 from {start} on; give one of them a weight above 0")
+            shares.append([weight / sum(current) for weight in current])
+        slack = max(1, 2 * len(weights) - 2)
+        self._unit = math.lcm(slack, *(share.denominator for row in shares for share in row))
+        """A position, in the units of `_slack` and `_stretches`."""
+        self._slack = self._unit // slack
+        self._stretches: list[list[tuple[int, int, int, float]]] = []
+        """Of each source: (start, what it is due before, its share of a position, end)."""
+        for source in range(len(weights)):
+            due, stretches = 0, []
+            for row, start, end in zip(shares, self._starts, [*self._starts[1:], math.inf], strict=True):
+                share = int(row[source] * self._unit)
+                stretches.append((start, due, share, end))
+                due += share * int(end - start) if end < math.inf else 0
+            self._stretches.append(stretches)
+        self._counts = [0] * len(weights)
+        self._windows = [self._find_window(source) for source in range(len(weights))]
+        """Of each source: the first position that its next one may be, and the last."""
+        self._sources, self._places = array("H"), array("q")
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(source, its positions before this one)."""
+        for now in range(len(self._sources), position + 1):
+            open_now = [source for source, (first, _) in enumerate(self._windows) if first <= now]
+            source = min(open_now, key=lambda each: self._windows[each][1])
+            self._sources.append(source)
+            self._places.append(self._counts[source])
+            self._counts[source] += 1
+            self._windows[source] = self._find_window(source)
+        return self._sources[position], self._places[position]
+
+    def _find_window(self, source: int) -> tuple[float, float]:
+        had = self._counts[source] * self._unit
+        return self._reach(source, had + self._slack), self._reach(source, had + self._unit - self._slack)
+
+    def _reach(self, source: int, target: int) -> float:
+        """The first position with which the source is due `target`."""
+        for start, due, share, end in self._stretches[source]:
+            if share and (reached := start - (due - target) // share) <= end:
+                return max(reached - 1, 0)
+        return math.inf
 
 
 def shuffle_range(length: int, key: str) -> Sequence[int]:

@@ -181,8 +181,10 @@ class SingleAgentProtocol(InteractionProtocol):
     calls of the agent become steps with reward 0; `max_steps` does not count them.
     """
 
-    def __init__(self, agent: Agent, *, stop_on_parse_error: bool = False) -> None:
+    def __init__(self, agent: Agent, *, stop_on_parse_error: bool = False, max_steps: int | None = None) -> None:
+        """`max_steps`: the most steps of an episode, whatever more `run` allows."""
         self.agent = agent
+        self.max_steps = max_steps
         self.stop_on_parse_error = stop_on_parse_error
 
     async def run(
@@ -202,7 +204,7 @@ class SingleAgentProtocol(InteractionProtocol):
         obs = await self._reset(env, agent_id, env_seed)
         steps: list[Step] = []
         inactive = False
-        for turn in range(max_steps):
+        for turn in range(max_steps if self.max_steps is None else min(max_steps, self.max_steps)):
             if agent_id not in env.active_agents:
                 inactive = True
                 break

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError, did_you_mean
 from ludic.launch.rank_environment import read_rank_environment
+from ludic.recipes.environments import check_environments
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
 from ludic.recipes.overrides import (
     RENAMED,
@@ -54,7 +55,7 @@ _OPEN_SECTIONS = (
         "chat_template_kwargs",
         "model_init_kwargs",
     ),
-    *("data", "reward", "eval_reward", "process_reward", "teacher.model", "teacher.url"),
+    *("data", "reward", "eval_reward", "process_reward", "environments", "teacher.model", "teacher.url"),
 )
 """Their keys are checked by what takes them as arguments."""
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
@@ -101,6 +102,7 @@ def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recip
     if recipe.place.servers and recipe.inference.kind is None:
         recipe.inference.kind = "vllm"
     check_settings(recipe)
+    check_environments(recipe)
     choose_phases(recipe, [file if _is_file(source) else {}, flatten(overrides)])
     return recipe
 

@@ -12,6 +12,8 @@ from ludic.data.sources import is_local, suggest_path
 from ludic.errors import DataError
 from ludic.files.checkpoints import ADAPTER_CONFIG, list_model_files
 from ludic.models.places import CONFIGS, TOKENIZER_CONFIGS, check_place, find_adapter_base, find_place, holds_only_adapters
+from ludic.recipes.environments import split_recipe
+from ludic.recipes.schema import Recipe
 from ludic.user_objects import GivenNames, import_named
 
 _DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")
@@ -28,6 +30,16 @@ def check_named_sources(recipe: Any) -> None:
     """Raise DataError for local data that does not exist, ConfigError for such a model, for what
     cannot be imported from `module:name`, and for functions that cannot be tools. Hub ids are not
     looked up."""
+    for part in _list_parts(recipe):
+        _check_part(part)
+
+
+def _list_parts(recipe: Any) -> list[Any]:
+    """The recipe, and that of each of its environments."""
+    return [recipe, *(split_recipe(recipe).values() if isinstance(recipe, Recipe) else ())]
+
+
+def _check_part(recipe: Any) -> None:
     for setting in _DATA:
         for source in list_sources(_select(recipe, setting)):
             path = Path(source).expanduser()
@@ -48,8 +60,9 @@ def check_named_sources(recipe: Any) -> None:
 
 def list_local_sources(recipe: Any) -> list[str]:
     """The data and models that exist as files or folders here, as the recipe writes them."""
-    named = [source for setting in _DATA for source in list_sources(_select(recipe, setting))]
-    named += [source for setting in _MODELS for source in _list_models(recipe, setting)]
+    parts = _list_parts(recipe)
+    named = [source for part in parts for setting in _DATA for source in list_sources(_select(part, setting))]
+    named += [source for part in parts for setting in _MODELS for source in _list_models(part, setting)]
     return [source for source in dict.fromkeys(named) if Path(source).expanduser().exists()]
 
 
@@ -58,7 +71,7 @@ def list_read_models(recipe: Any, settings: Sequence[str] = (*_MODELS, *FROZEN_M
     subfolder = (_select(recipe, "model_init_kwargs") or {}).get("subfolder", "")
     found: dict[str, list[str]] = {}
     for setting in settings:
-        named = _list_models(recipe, setting)
+        named = [source for part in _list_parts(recipe) for source in _list_models(part, setting)]
         for source in named:
             places = (find_place(source, *configs) for configs in (CONFIGS, TOKENIZER_CONFIGS))
             for place in filter(None, dict.fromkeys(places)):
@@ -74,8 +87,9 @@ def list_read_files(recipe: Any) -> dict[str, list[str]]:
     data. A stream of data has a digest of its own."""
     found, template = list_read_models(recipe), _select(recipe, "chat_template")
     named = [template] if isinstance(template, str) and not is_template(template) else []
-    for data in (*(_select(recipe, setting) for setting in _DATA), (_select(recipe, "task.args") or {}).get("heldout_data")):
-        named += () if _select(recipe, "streaming") else list_sources(data)
+    for part in _list_parts(recipe):
+        for data in (*(_select(part, setting) for setting in _DATA), (_select(part, "task.args") or {}).get("heldout_data")):
+            named += () if _select(part, "streaming") else list_sources(data)
     for path in map(Path.expanduser, map(Path, named)):
         inside = sorted(each for each in path.glob("*") if each.suffix.lower() in _ROWS)
         for each in [path] if path.is_file() else inside:

@@ -320,6 +320,11 @@ class Recipe(CommonSettings):
     report_aliases: bool = False
     """Add the names that MaxEnt-GRPO has for some metrics, such as `train/kl_coeff` for
     `train/beta`, to metrics.jsonl and the trackers."""
+    environments: dict[str, Any] = field(default_factory=dict)
+    """Several problems in one run, by name: `{sort: {task: {kind: sort}, weight: 2}, sums: {data:
+    FILE, reward: math}}`. Each may set `weight` (its share of the problems; by step, `{0: 1, 200:
+    3}`) and, of its own, task, data, reward, tools, reward_model, some of rollout and evaluation,
+    and the credit's algorithm_args; what it leaves out is the recipe's. docs/mixtures.md."""
     task: TaskSection = field(default_factory=TaskSection)
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: PublishedLoraSection = field(default_factory=PublishedLoraSection)

@@ -7,6 +7,7 @@ eval` measures one of them. Both sample the same answers: with one seed they are
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from ludic.eval.evaluator import ProblemEvaluator
 from ludic.eval.statistics import Interval, mean_interval, share_interval
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, average_by_key
 from ludic.recipes.build import check_callbacks
+from ludic.recipes.mixture import Mixture, Source
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
 from ludic.recipes.sections import build_info_seed
 from ludic.runs.directory import RunDirectory
@@ -31,6 +33,7 @@ from ludic.training.rollouts.engine import RolloutEngine
 from ludic.types import Rollout
 
 _SHOWN = 8  # answers in the report
+_OF_ALL = ("sampled_reward", "greedy_accuracy", "greedy_reward")  # rates over all environments
 
 
 @dataclass(frozen=True)
@@ -71,16 +74,22 @@ class Evaluation:
     by_problem: dict[str, list[float | None]] = field(default_factory=dict)
     """For some rates, one number per problem, in their order; None if all episodes on a problem
     failed."""
+    environments: dict[str, Evaluation] = field(default_factory=dict)
+    """Of a run with several environments the measurement of each, by its name."""
 
     def rates(self) -> dict[str, float]:
-        """The rates without the answers."""
+        """The rates without the answers; of an environment as `NAME/RATE`."""
         greedy = {"greedy_accuracy": self.greedy_accuracy, "greedy_reward": self.greedy_reward}
         first = [(name, rate) for name, rate in greedy.items() if rate is not None][:1]
-        return {"sampled_reward": self.sampled_reward, **dict(first), **self.facts}
+        own = {f"{name}/{key}": rate for name, each in self.environments.items() for key, rate in each.rates().items()}
+        return {"sampled_reward": self.sampled_reward, **dict(first), **self.facts, **own}
 
     def interval(self, name: str) -> Interval | None:
         """The 95 % interval of a rate over problems; None for a rate that is not known per
         problem."""
+        environment, _, rate = name.partition("/")
+        if environment in self.environments:
+            return self.environments[environment].interval(rate)
         values = [value for value in self.by_problem.get(name, ()) if value is not None]
         if not values:
             return None
@@ -95,7 +104,46 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Evaluation:
-        return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]]})
+        own = {name: cls.from_dict(each) for name, each in values.get("environments", {}).items()}
+        return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]], "environments": own})
+
+    @classmethod
+    def together(cls, environments: dict[str, Evaluation]) -> Evaluation:
+        """The measurement of all problems of the environments, which count the same each."""
+        each = list(environments.values())
+        shown = -(-_SHOWN // len(each))
+        answers = [
+            replace(answer, question=f"{name}: {answer.question}")
+            for name, one in environments.items()
+            for answer in one.answers[:shown]
+        ]
+        sampled, greedy = (
+            [sum(value is not None for value in one.by_problem[rate]) for one in each]
+            for rate in ("sampled_reward", "greedy_reward")
+        )
+        common = set(each[0].by_problem).intersection(*(one.by_problem for one in each))
+        thresholds = {one.solved_at for one in each}
+        return cls(
+            sampled_reward=_mean([one.sampled_reward for one in each], sampled) or 0.0,
+            greedy_accuracy=_mean([one.greedy_accuracy for one in each], greedy),
+            facts={},
+            answers=answers,
+            num_sampled=sum(one.num_sampled for one in each),
+            failed=sum(one.failed for one in each),
+            greedy_reward=_mean([one.greedy_reward for one in each], greedy),
+            solved_at=thresholds.pop() if len(thresholds) == 1 else None,
+            sampled_right=_mean([one.sampled_right for one in each], sampled),
+            by_problem={key: [value for one in each for value in one.by_problem[key]] for key in sorted(common)},
+            environments=environments,
+        )
+
+
+def _mean(values: Sequence[float | None], weights: Sequence[int]) -> float | None:
+    """None if a value is not known."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(map(operator.mul, known, weights)) / max(1, sum(weights))
 
 
 def make_comparable(before: Evaluation | None, after: Evaluation | None) -> tuple[Evaluation | None, Evaluation | None]:
@@ -118,6 +166,10 @@ def check_watched_metrics(recipe: Recipe, warmup_cfg: TrainerConfig, cfg: Traine
 
 def list_measured(recipe: Recipe, task: EpisodicTask) -> list[str]:
     """The metrics of an evaluation of this run, InfoSeed's too."""
+    if isinstance(task, Mixture):
+        own = {name: list_measured(source.recipe, source.task) for name, source in task.sources.items()}
+        everywhere = [key for key in _OF_ALL if all(key in keys for keys in own.values())]
+        return [*everywhere, *(f"{name}/{key}" for name, keys in own.items() for key in keys)]
     success, seeds = success_of(task, recipe.evaluation.solved_at), recipe.info_seed
     greedy = ["greedy_accuracy"] if success.reward is not None and not success.is_assumed else []
     by_seed = ["eval_seed/pass_at_n"] if seeds.num_seeds and seeds.eval_samples else []
@@ -230,17 +282,31 @@ class HeldOut:
         """(sampled answers, rates). `requests`, `reducers` and `max_steps` are ignored: the task
         has its own."""
         measured = await self.measure(concurrency=concurrency, timeout_s=timeout_s)
-        return [asdict(answer) for answer in measured.answers], {
-            **measured.rates(),
-            "greedy_reward": measured.greedy_reward or 0.0,
-            "num_failed_episodes": float(measured.failed),
-        }
+        rates = measured.rates()
+        for prefix, each in {"": measured, **{f"{name}/": each for name, each in measured.environments.items()}}.items():
+            rates |= {f"{prefix}greedy_reward": each.greedy_reward or 0.0, f"{prefix}num_failed_episodes": float(each.failed)}
+        return [asdict(answer) for answer in measured.answers], rates
 
     async def _sample(self, problems: Sequence[Episode], *, k: int, greedy: bool = False, **limits: Any) -> list[Rollout]:
         """The answers to the problems, which are named by their places."""
         named = dict(enumerate(problems))
         evaluator = make_evaluator(self._engine, self._task, named, self._rollout, k=k, seed=self._seed, greedy=greedy)
         return await evaluator.sample(**limits)
+
+
+class HeldOutOfEach(HeldOut):
+    """Measures the policy on the held-out problems of each environment, with its own settings."""
+
+    def __init__(self, own: Mapping[str, HeldOut]) -> None:
+        self._own = own
+        self.current_step = lambda: 0
+
+    def describe(self) -> str:
+        return ", ".join(f"{each.describe()} of {name}" for name, each in self._own.items())
+
+    async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
+        limits: dict[str, Any] = {"concurrency": concurrency, "timeout_s": timeout_s}
+        return Evaluation.together({name: await each.measure(**limits) for name, each in self._own.items()})
 
 
 def _collect_by_problem(
@@ -264,9 +330,15 @@ def _collect_by_problem(
     return numbers
 
 
-def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, model: Any, directory: RunDirectory) -> HeldOut:
-    """The measurement of a run, with InfoSeed's if it has seeds. `model` is the policy of the
-    engine."""
+def make_held_out(
+    recipe: Recipe, task: EpisodicTask, open_engine: Callable[[Source], RolloutEngine], model: Any, directory: RunDirectory
+) -> HeldOut:
+    """The measurement of a run, with InfoSeed's if it has seeds. `open_engine` makes the engine of
+    an environment, or of the recipe and its task; `model` is its policy."""
+    if isinstance(task, Mixture):
+        own = {name: make_held_out(part.recipe, part.task, open_engine, model, directory) for name, part in task.sources.items()}
+        return HeldOutOfEach(own)
+    engine = open_engine(Source(recipe, task))
     info_seed, seeds = build_info_seed(recipe.info_seed), None
     if info_seed is not None and recipe.info_seed.eval_samples:
         seeds = SeedEvaluator(

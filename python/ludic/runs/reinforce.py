@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
@@ -15,15 +16,17 @@ from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.models.wrappers import has_adapters
 from ludic.recipes.actors import check_actors, check_over_sampling, uses_pool, uses_queue
-from ludic.recipes.build import (
-    add_reward_model,
-    build_algorithm,
-    build_curriculum,
-    build_episodic_task,
-    build_trainer_config,
-    normalize_each,
-)
+from ludic.recipes.build import build_curriculum, build_trainer_config
 from ludic.recipes.compose import config_hash
+from ludic.recipes.mixture import (
+    Mixture,
+    Source,
+    add_reward_models,
+    build_run_algorithm,
+    build_run_task,
+    list_parts,
+    run_reducers,
+)
 from ludic.recipes.model import add_adapters, build_policy, check_adapters, has_no_weights
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
@@ -51,7 +54,7 @@ from ludic.runs.sampler import Sampler, check_inference, make_preflight, open_sa
 from ludic.runs.shared_model import check_sampling, choose_precision, place_model, prepare_sharding
 from ludic.runs.trial import check_prompts, try_task, warn_of_long_prompts
 from ludic.tasks import EpisodicTask
-from ludic.tasks.episodic import logged_names, task_reducers
+from ludic.tasks.episodic import logged_names
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
@@ -97,7 +100,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self._load_warmed_up()
         place_model(parts.model, recipe.sharding, parts.trainer_cfg.model_device)
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
-        self._held_out = make_held_out(recipe, parts.task, self._make_engine(), parts.model, directory)
+        self._held_out = make_held_out(recipe, parts.task, self._make_engine, parts.model, directory)
 
     @classmethod
     def build(cls, recipe: Recipe, note: Callable[[str], None]) -> RLParts:
@@ -113,21 +116,21 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 f"the recipe {recipe.recipe} has no rows to train on: task.args.heldout_data ({measured}) is only measured, by `ludic eval "
                 f"{recipe.recipe.removeprefix('eval-')}`; give data=FILE or a hub id to train on, and set rollout.temperature=1"
             )
-        task = build_episodic_task(recipe)
-        algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
-        if recipe.reward_normalize == "each":
-            algorithm = normalize_each(algorithm, task.training_scorer)
+        task = build_run_task(recipe)
+        algorithm = build_run_algorithm(recipe, task)
         check_control(recipe, algorithm)
-        check_rollouts(recipe, task)
+        for part in list_parts(recipe, task):
+            check_rollouts(part.recipe, part.task)
         build_curriculum(recipe, task)
         seed_everything(recipe.seed)
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
         check_critic(recipe, algorithm, tokenizer)
-        check_prompts(recipe, task, tokenizer)
-        warn_of_long_prompts(recipe, task, tokenizer, model)
-        try_task(recipe, task, tokenizer, model)
-        task = add_reward_model(recipe, task, tokenizer)
+        for part in list_parts(recipe, task):
+            check_prompts(part.recipe, part.task, tokenizer)
+            warn_of_long_prompts(part.recipe, part.task, tokenizer, model)
+            try_task(part.recipe, part.task, tokenizer, model)
+        task = add_reward_models(recipe, task, tokenizer)
         if recipe.model is not None:
             model = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
         check_inference(recipe, model)
@@ -223,10 +226,13 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
 
     async def _reinforce(self) -> None:
         recipe, parts = self.recipe, self.parts
-        answers = recipe.rollout.group_size + recipe.info_seed.num_seeds + parts.algorithm.greedy_baseline
-        each = f"{recipe.rollout.prompts} problems x {answers} answers"
+        extra = recipe.info_seed.num_seeds + parts.algorithm.greedy_baseline
+        sizes = sorted({part.recipe.rollout.group_size + extra for part in list_parts(recipe, parts.task)})
+        each = f"{recipe.rollout.prompts} problems x {' or '.join(map(str, sizes))} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
-        keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
+        named = parts.task.sources if isinstance(parts.task, Mixture) else ()
+        rewards = [f"train/{name}/{SAMPLED_REWARD}" for name in named]
+        keys = [*REINFORCE_KEYS, *rewards, *(f"train/{name}" for name in logged_names(parts.task))]
         running = run_actors(recipe, self.directory.path, self.screen.note, self.stop, is_placed=self.is_placed)
         async with running as actors, self._open_sampler(actors) as sampler:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
@@ -234,8 +240,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 if isinstance(source, ActorBatches):
                     sampler = source.follow(sampler)
                 if self._is_measured_on_servers:
-                    engine = self._make_engine(sampler=sampler)
-                    self._held_out = make_held_out(recipe, parts.task, engine, parts.model, self.directory)
+                    engine_of = partial(self._make_engine, sampler=sampler)
+                    self._held_out = make_held_out(recipe, parts.task, engine_of, parts.model, self.directory)
                 trainer = self._make_phase_trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
                 if source is not None:
                     source.limit(recipe.steps - trainer.current_step)
@@ -348,7 +354,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             publisher=None if sampler is None or not (cfg.sync_every_steps or sampler.remote) else sampler.publisher,
             cfg=choose_precision(cfg, self.recipe.sharding),
             evaluator=self.evaluator(self._held_out),
-            reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},
+            reducers={**default_reducers(), **(run_reducers(self.parts.task) if phase == REINFORCE else {})},
             total_training_steps=self.parts.warmup.steps if phase == WARM_UP else self.recipe.steps,
             preflight=preflight,
             critic=open_critic(self.recipe, algorithm, self.parts.model),
@@ -388,12 +394,14 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return asdict(measured)
 
-    def _make_engine(self, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
+    def _make_engine(self, part: Source | None = None, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
+        """The engine of the run's task, or of one of its environments."""
+        recipe, task = (self.recipe, self.parts.task) if part is None else (part.recipe, part.task)
         return make_engine(
-            self.parts.task,
+            task,
             self._client if sampler is None else sampler.client,
             model_name=self.recipe.model or "small" if sampler is None else sampler.model_name,
-            system_prompt=self.recipe.rollout.system_prompt,
+            system_prompt=recipe.rollout.system_prompt,
             failures_path=self.directory.failed_episodes if trained else None,
             trained=trained,
             info_seed=build_info_seed(self.recipe.info_seed),

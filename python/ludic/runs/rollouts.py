@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -23,6 +24,7 @@ from ludic.inference.request import make_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.interaction.single_agent import InteractionProtocol
 from ludic.recipes.actors import build_group_filter, choose_lag
+from ludic.recipes.mixture import Mixture, tag
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
@@ -36,7 +38,7 @@ from ludic.training.rollouts.log import RolloutLog
 from ludic.training.rollouts.requests import GRPORequestStrategy, RequestStrategy
 from ludic.training.rollouts.rolling import RollingBatchSource
 from ludic.training.types import CreditAssigner, EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
-from ludic.types import Rollout
+from ludic.types import ENVIRONMENT, Rollout
 
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
 
@@ -58,25 +60,35 @@ def make_engine(
     if the task has them, see every answer. Before it the model may call the task's tools
     (`ReActAgent`). `trained`: the rollouts are trained on and therefore
     rewarded by the task's reward model, if it has one. Without a `system_prompt` the task's own is
-    used. `info_seed`: prompts of requests with a seed name it. `settings` are arguments of
-    `RolloutEngine`, such as `jsonl_path` and `max_retries`."""
+    used; an environment of a `Mixture` has its own. `info_seed`: prompts of requests with a seed
+    name it. `settings` are arguments of `RolloutEngine`, such as `jsonl_path` and `max_retries`."""
     played = as_episodic(task)
     scorer = played.training_scorer if trained else played.scorer
 
     def make_env(problem: Episode) -> SingleAgentEnv:
         return played.make_env(problem)
 
+    def make_own_protocol(environment: str | None = None) -> InteractionProtocol:
+        if environment is None or not isinstance(played, Mixture):
+            return make_protocol(played, client, model_name, system_prompt)
+        source = played.sources[environment]
+        own_prompt, turns = source.recipe.rollout.system_prompt, source.task.max_turns
+        return make_protocol(source.task, client, model_name, own_prompt, max_turns=turns)
+
     return RolloutEngine(
         env_registry={ENV_KIND: make_env if info_seed is None else seed_tagged(make_env, info_seed)},
-        protocol_registry={PROTOCOL_KIND: lambda: make_protocol(played, client, model_name, system_prompt)},
+        protocol_registry={PROTOCOL_KIND: make_own_protocol},
         scorer=scorer,
         **settings,
     )
 
 
-def make_protocol(task: EpisodicTask, client: ChatClient, model_name: str, system_prompt: str | None) -> InteractionProtocol:
+def make_protocol(
+    task: EpisodicTask, client: ChatClient, model_name: str, system_prompt: str | None, *, max_turns: int | None = None
+) -> InteractionProtocol:
     """What plays an episode of the task: its agent program if it has one, else an agent that
-    answers, and may call the task's tools."""
+    answers, and may call the task's tools. `max_turns`: the most turns, where the engine allows
+    more."""
     if task.agent is not None:
         return task.agent.make_protocol(client, system_prompt=system_prompt or task.system_prompt)
     make_agent = Agent if task.tool_use is None else task.tool_use.make_agent
@@ -88,7 +100,7 @@ def make_protocol(task: EpisodicTask, client: ChatClient, model_name: str, syste
         reject_incomplete_completions=not task.sees_cut_off_answers,
         incomplete_completion_penalty=task.cut_off_reward,
     )
-    return SingleAgentProtocol(agent=agent, stop_on_parse_error=task.max_turns > 1)
+    return SingleAgentProtocol(agent=agent, stop_on_parse_error=task.max_turns > 1, max_steps=max_turns)
 
 
 def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
@@ -267,11 +279,73 @@ class PassRequests(TrainingRequests):
         super().load_state_dict(state)
 
 
+class MixtureRequests(TrainingRequests):
+    """The requests for the environments of a `Mixture`. Each has requests of its own, one a
+    position; which of them is at a position of the run, `Shares` says. So the number of batches is
+    all there is to resume."""
+
+    def __init__(self, task: Mixture, section: RolloutSection, *, seed: int, greedy: bool = False, **settings: Any) -> None:
+        super().__init__(task, section, seed=seed, greedy=greedy, **settings)
+        self._names, self._shares = list(task.sources), task.share_positions(section.prompts)
+        self._own = {
+            name: make_training_requests(
+                source.task, replace(source.recipe.rollout, prompts=1), seed=Random(f"{seed} {name}").getrandbits(32)
+            )
+            for name, source in task.sources.items()
+        }
+        self._strategy = _GroupsByEnvironment(
+            {name: GRPORequestStrategy(source.recipe.rollout.group_size, greedy) for name, source in task.sources.items()}
+        )
+
+    def begin_batch(self, number: int, oldest: int | None = None) -> None:
+        for requests in self._own.values():
+            requests.begin_batch(number)
+
+    def list_problems(self, number: int) -> list[RolloutRequest]:
+        first = number * self._section.prompts
+        return [self._request_at(position) for position in range(first, first + self._section.prompts)]
+
+    def _request_at(self, position: int) -> RolloutRequest:
+        source, place = self._shares.at(position)
+        name = self._names[source]
+        [request] = self._own[name].list_problems(place)
+        problem = tag(name, request.env.kwargs["problem"])
+        return replace(
+            request,
+            env=replace(request.env, kwargs={"problem": problem}),
+            protocol=replace(request.protocol, kwargs={"environment": name}),
+            meta={**request.meta, "problem_id": problem["id"], ENVIRONMENT: name},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of batches so far, and digests of the data."""
+        return {**super().state_dict(), "environments": {name: each.state_dict() for name, each in self._own.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the data of an environment has changed."""
+        for name, own in state.get("environments", {}).items():
+            self._own[name].load_state_dict(own)
+        super().load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class _GroupsByEnvironment:
+    """Groups of the size of each environment."""
+
+    strategies: Mapping[str, RequestStrategy]
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        return [member for each in requests for member in self.strategies[each.meta[ENVIRONMENT]].expand([each])]
+
+
 def make_training_requests(task: Task | EpisodicTask, section: RolloutSection, **settings: Any) -> TrainingRequests:
-    """The requests for a task: draws if it generates problems, passes if it has a list of them.
+    """The requests for a task: draws if it generates problems, passes if it has a list of them, and
+    those of its environments for a `Mixture`.
     `settings` are arguments of `TrainingRequests`: `seed`, `info_seed`, `greedy`."""
     played = as_episodic(task)
     problems = played.problem_list
+    if isinstance(played, Mixture):
+        return MixtureRequests(played, section, **settings)
     if problems is None:
         return TrainingRequests(played, section, **settings)
     return PassRequests(played, problems, section, **settings)

@@ -38,6 +38,9 @@ class Reducer:
     true step once, so the result is a rate for episodes of any length."""
     as_percent: bool = False
     """Return a `Percent`: a fraction that terminals display as 25.0%."""
+    environment: str | None = None
+    """Of a training step: only samples of this environment of a run with several. The denominator
+    is their number, or the number of rollouts that they are of."""
 
 
 def default_reducers() -> dict[str, Reducer]:
@@ -87,6 +90,10 @@ def apply_reducers(
     reduce that column. `counts`: the number of samples and the number of rollouts."""
     for name, reducer in reducers.items():
         check_reducer(name, reducer)
+        if reducer.environment is not None:
+            raise ConfigError(
+                f"reducer {name}: environment ({reducer.environment}) selects samples of a training step; leave it out"
+            )
     plain = {name: each for name, each in reducers.items() if isinstance(each.source, str) and each.transform is None}
     paths = [(reducer.kind, str(reducer.source), reducer.normalize_by) for reducer in plain.values()]
     reduced = dict(zip(plain, _core.reduce_records(records, paths, *counts), strict=True)) if plain else {}

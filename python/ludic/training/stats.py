@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -40,8 +40,9 @@ from ludic.training.reducers import (
     check_reducer,
     default_reducers as default_reducers,
 )
+from ludic.training.rollouts.to_samples import ENVIRONMENTS
 from ludic.training.types import SAWBatch, SAWItem
-from ludic.types import stored
+from ludic.types import ENVIRONMENT, stored
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,24 @@ def entropy_stat(items: Sequence[SAWItem]) -> dict[str, Stat]:
     }
 
 
+def environment_stats(meta: Mapping[str, Any]) -> dict[str, Stat]:
+    """Return the statistics of each environment, from the facts in the meta of a batch
+    (`environment_facts`): `NAME/avg_sampled_reward` and the like. What an environment has none of
+    is left out."""
+    stats: dict[str, Stat] = {}
+    for name, facts in meta.get(ENVIRONMENTS, {}).items():
+        rewards, flat, lengths = (np.asarray(facts[key], dtype=np.float64) for key in ("rewards", "flat", "lengths"))
+        own = {"played_rollouts": Stat(float(len(rewards)), rule="sum")}
+        own["num_failed_episodes"] = Stat(float(facts["failed"]), rule="sum")
+        if len(rewards):
+            mean, weight = float(rewards.mean()), float(len(rewards))
+            own |= {SAMPLED_REWARD: Stat(mean, weight), "reward_std": Stat(float(rewards.std()), weight, "std", mean)}
+        means = {"frac_reward_zero_std": flat, "avg_completion_length": lengths}
+        own |= {key: Stat(float(values.mean()), float(len(values))) for key, values in means.items() if len(values)}
+        stats |= {f"{name}/{key}": stat for key, stat in own.items()}
+    return stats
+
+
 def named_reward_stats(items: Sequence[SAWItem]) -> dict[str, Stat]:
     """Return `rewards/NAME/mean` and `rewards/NAME/std` (population) of each reward that the
     samples name in their metadata, over the samples that have it. Of several turns, only the last
@@ -159,7 +178,14 @@ def named_reward_stats(items: Sequence[SAWItem]) -> dict[str, Stat]:
 
 def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rollouts: int) -> dict[str, Stat]:
     """Apply the reducers to the samples of one training step. If a reducer raises, the error is
-    logged and the reducer is left out: the optimizer step has already been taken."""
+    logged and the reducer is left out: the optimizer step has already been taken. So is one of an
+    environment without samples."""
+    stats: dict[str, Stat] = {}
+    for name in {each.environment for each in reducers.values()} - {None}:
+        if own := [item for item in items if item.meta.get(ENVIRONMENT) == name]:
+            chosen = {key: replace(each, environment=None) for key, each in reducers.items() if each.environment == name}
+            stats |= reducer_stats(own, chosen, distinct_rollouts(own))
+    reducers = {key: each for key, each in reducers.items() if each.environment is None}
     records, counts = [item.meta for item in items], (len(items), rollouts)
     try:
         reduced = apply_reducers(items, records, reducers, counts)
@@ -172,7 +198,6 @@ def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rol
                 logger.exception("reducer %s failed; it is left out of the statistics of this step", name)
     # Over ranks, sums and counts that are not normalised are added up; everything else is a mean
     # weighted by its denominator, by default the number of samples.
-    stats: dict[str, Stat] = {}
     for name, value in reduced.items():
         by = reducers[name].normalize_by
         is_sum = reducers[name].kind != "mean" and by is None

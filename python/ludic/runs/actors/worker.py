@@ -27,6 +27,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -41,8 +42,8 @@ from ludic.inference.local import LocalChatClient
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.models.loading import compare_processor
 from ludic.recipes.actors import check_actors, count_prompts_per_entry, uses_queue
-from ludic.recipes.build import add_reward_model, build_episodic_task
 from ludic.recipes.compose import choose_devices, compose
+from ludic.recipes.mixture import add_reward_models, build_run_task, list_parts
 from ludic.recipes.model import build_policy, choose_threads
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
@@ -178,12 +179,13 @@ def _build(recipe: Recipe) -> tuple[EpisodicTask, Any, Any]:
     adapters, since published weights have them merged. The weights of the model belong to no
     version yet."""
     check_actors(recipe)
-    task = build_episodic_task(recipe)
-    check_rollouts(recipe, task)
+    task = build_run_task(recipe)
+    for part in list_parts(recipe, task):
+        check_rollouts(part.recipe, part.task)
     seed_everything(recipe.seed)
     model, tokenizer = build_policy(recipe)
     torch.set_num_threads(choose_threads(recipe, model))
-    task = add_reward_model(recipe, task, tokenizer)
+    task = add_reward_models(recipe, task, tokenizer)
     # As in a run without actors: with batches ahead its sampler has a copy without gradients, of
     # which torch computes other last digits.
     model.requires_grad_(recipe.inference.batches_ahead == 0)
@@ -226,11 +228,12 @@ class NumberedRequests:
 
     def __init__(self, task: EpisodicTask, recipe: Recipe) -> None:
         self._requests: TrainingRequests = make_training_requests(task, recipe.rollout, seed=recipe.seed)
-        self._seed, self._group_size = recipe.seed, recipe.rollout.group_size
-        per_entry = count_prompts_per_entry(recipe)
-        self.episodes_per_entry = per_entry * recipe.rollout.group_size
-        self.entries_per_batch = recipe.rollout.prompts // per_entry
-        self._batch: tuple[int, Sequence[RolloutRequest]] = (-1, ())
+        self._seed, self._per_entry = recipe.seed, count_prompts_per_entry(recipe)
+        largest = max(part.recipe.rollout.group_size for part in list_parts(recipe, task))
+        self.episodes_per_entry = self._per_entry * largest
+        """The most that an entry has: environments may differ."""
+        self.entries_per_batch = recipe.rollout.prompts // self._per_entry
+        self._batch: tuple[int, Sequence[Sequence[RolloutRequest]]] = (-1, ())
 
     def __call__(self, number: int) -> list[RolloutRequest]:
         """The requests of entry `number`, group after group. The id of a group follows from its
@@ -238,10 +241,11 @@ class NumberedRequests:
         batch, part = divmod(number, self.entries_per_batch)
         if self._batch[0] != batch:
             self._requests.batches = batch
-            self._batch = batch, self._requests()
-        requests, first = [], part * self.episodes_per_entry
-        for place in range(first, first + self.episodes_per_entry):
-            request = self._batch[1][place]
-            bits = Random(f"group {self._seed} {batch} {place // self._group_size}").getrandbits(128)
-            requests.append(replace(request, meta={**request.meta, "group_id": str(uuid.UUID(int=bits, version=4))}))
+            groups = groupby(self._requests(), key=lambda request: request.meta["group_id"])
+            self._batch = batch, [list(members) for _, members in groups]
+        requests, first = [], part * self._per_entry
+        for place in range(first, first + self._per_entry):
+            bits = Random(f"group {self._seed} {batch} {place}").getrandbits(128)
+            meta = {"group_id": str(uuid.UUID(int=bits, version=4))}
+            requests += [replace(request, meta={**request.meta, **meta}) for request in self._batch[1][place]]
         return requests

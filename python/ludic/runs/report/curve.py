@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -62,6 +63,7 @@ def write_picture(
             places, heights, linestyle=joined, linewidth=1, marker=marker, fillstyle="none", label=label
         )  # open markers do not hide each other
     drawn = [*(value for values in series.values() for value in values), *(value for at in points.values() for _, value in at)]
+    drawn = [value for value in drawn if not math.isnan(value)]  # an environment may have no part in a step
     limits = {}
     if measure == "rate":
         low, high = _find_range(drawn)
@@ -89,8 +91,9 @@ def join_points(
 
 def running_mean(values: Sequence[float], window: int = 10) -> list[float]:
     """The mean of each value and up to `window - 1` before it. [0, 2, 4] with a window of 2
-    gives [0, 1, 3]."""
-    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+    gives [0, 1, 3]. What was not measured (NaN) is in no mean."""
+    windows = ([value for value in values[max(0, i - window + 1) : i + 1] if not math.isnan(value)] for i in range(len(values)))
+    return [sum(known) / len(known) if known else math.nan for known in windows]
 
 
 def _find_range(values: Sequence[float]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ Each closing sentence is printed only if the numbers support it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludic.eval.statistics import Interval, difference_interval
+from ludic.recipes.mixture import Mixture
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.runs.held_out import Answer, Evaluation, make_comparable
@@ -198,7 +200,7 @@ def build_outcome(
         before=before,
         after=after,
         rewards=[line[f"train/{SAMPLED_REWARD}"] for line in reinforce],
-        facts={name: [line[f"train/{name}"] for line in reinforce] for name in logged_names(task)},
+        facts={name: [line.get(f"train/{name}", math.nan) for line in reinforce] for name in logged_names(task)},
         closing_facts=closing_facts,
         no_accuracy=success.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
         measured=[(line["step"], _read_rates(line)) for line in every_line if line.get("eval/step") == line["step"]],
@@ -213,9 +215,12 @@ def _list_intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
 def _read_rates(line: Mapping[str, float]) -> dict[str, float]:
     """The held-out rates in a line of metrics.jsonl."""
     rates = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
-    if "greedy_accuracy" in rates:
-        rates.pop("greedy_reward", None)
-    return {name: value for name, value in rates.items() if name not in ("step", "num_failed_episodes")}
+    shown = {name: value for name, value in rates.items() if name.rpartition("/")[2] not in ("step", "num_failed_episodes")}
+    return {
+        name: value
+        for name, value in shown.items()
+        if not (name.endswith("greedy_reward") and name.replace("greedy_reward", "greedy_accuracy") in shown)
+    }
 
 
 def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
@@ -288,6 +293,9 @@ def _make_rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | 
 
 def label_rate(task: EpisodicTask, name: str) -> str:
     """The label of a held-out rate in tables and pictures."""
+    environment, _, rate = name.partition("/")
+    if isinstance(task, Mixture) and environment in task.sources:
+        return f"{environment}: {label_rate(task.sources[environment].task, rate)}"
     if task.reward_is_score and name in ("sampled_reward", "greedy_reward"):
         return f"held-out score as rewarded, {name.split('_')[0]}"
     return _RATE_NAMES.get(name) or task.rates.get(name, name)

@@ -22,10 +22,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import operator
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from typing import Any
 
 from ludic.errors import ConfigError, DataError, StopRequested, check_value
@@ -36,6 +38,7 @@ from ludic.training.batching.source import OPTIONAL_MEMBERS, PENDING_PATIENCE_S,
 from ludic.training.ranks.collectives import broadcast_bytes, group_device
 from ludic.training.ranks.rendezvous import describe_error, rebuild_error
 from ludic.training.rollouts.episodes import SampleCheck
+from ludic.training.rollouts.to_samples import ENVIRONMENTS
 from ludic.training.types import BatchSource, SAWBatch
 from ludic.user_objects import forward_members
 
@@ -323,6 +326,8 @@ def _join(key: str, batches: Sequence[SAWBatch]) -> Any:
     values = [batch.meta[key] for batch in batches if key in batch.meta]
     if key in _ADDED or key.startswith("num_"):
         return sum(values)
+    if key == ENVIRONMENTS:
+        return {name: _add_facts([each[name] for each in values if name in each]) for each in values for name in each}
     if key.startswith(_LARGEST):
         return max(values)
     if key in (*_OF_ROLLOUTS, *_OF_SAMPLES, _DEVIATION):
@@ -333,6 +338,11 @@ def _join(key: str, batches: Sequence[SAWBatch]) -> Any:
             return _join_deviation(filled)
         return _mean([batch.meta[key] for batch in filled], [_weight(key, batch) for batch in filled])
     return values[0]
+
+
+def _add_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one environment (`environment_facts`)."""
+    return {key: reduce(operator.add, [each[key] for each in facts]) for key in facts[0]}
 
 
 def _weight(key: str, batch: SAWBatch) -> float:

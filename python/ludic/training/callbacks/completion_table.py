@@ -9,6 +9,7 @@ from ludic.errors import check_value, escape_controls
 from ludic.images.content import show_content
 from ludic.training.callbacks.base import Callback, TrainingEvent
 from ludic.training.types import SAWItem
+from ludic.types import ENVIRONMENT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,11 +59,15 @@ def spread(items: Sequence[SAWItem], count: int) -> list[SAWItem]:
 
 
 def make_table(items: Sequence[SAWItem], title: str) -> Table:
-    """A rich table of prompt, completion, reward, advantage (the sample's weight) and tokens."""
+    """A rich table of prompt, completion, reward, advantage (the sample's weight) and tokens; in a
+    run with several environments each with its name."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, title_justify="left", show_lines=True)
+    is_mixed = any(ENVIRONMENT in item.meta for item in items)
+    if is_mixed:
+        table.add_column(ENVIRONMENT)
     table.add_column("prompt", ratio=2)
     table.add_column("completion", ratio=3)
     for name in ("reward", "advantage", "tokens"):
@@ -70,7 +75,8 @@ def make_table(items: Sequence[SAWItem], title: str) -> Table:
     for item in items:
         numbers = (f"{_reward_of(item):.3g}", f"{item.weight:+.3g}", str(item.meta.get("completion_length", "")))
         prompt, completion = show_content(item.meta.get("prev_obs", "")), item.meta["action"]
-        table.add_row(Text(_shorten(prompt, keep_end=True)), Text(_shorten(completion)), *numbers)
+        environment = [str(item.meta.get(ENVIRONMENT, ""))] if is_mixed else []
+        table.add_row(*environment, Text(_shorten(prompt, keep_end=True)), Text(_shorten(completion)), *numbers)
     return table
 
 

@@ -34,6 +34,7 @@ from ludic.training.stats import (
     batch_stats,
     combine_micro_stats,
     copy_to_host,
+    environment_stats,
     final_values,
     named_reward_stats,
     prefix_keys,
@@ -162,7 +163,7 @@ class StepRecord:
         meta = self.batch.meta
         counts = {**self.macro.counts(), "zero_weight_skipped": float(sum(count for count, _ in self._skipped))}
         counts |= {key: float(meta[key]) for key in ("played_rollouts", WITHOUT_PLAIN, *EPISODE_KEYS) if key in meta}
-        stats = {key: Stat(value, rule="sum") for key, value in counts.items()}
+        stats = {**{key: Stat(value, rule="sum") for key, value in counts.items()}, **environment_stats(meta)}
         rollouts = float(meta.get("played_rollouts", meta.get("target_rollouts", len(self.batch.items))))
         stats |= {key: Stat(float(meta[key]), rollouts) for key in ("zvp_filter_frac", "frac_reward_zero_std") if key in meta}
         if "avg_total_reward" in meta:

@@ -14,7 +14,7 @@ from ludic.errors import DataError
 from ludic.training.group_credit import is_greedy
 from ludic.training.rollouts.episodes import PlayedRollouts, is_reward, trace_columns
 from ludic.training.types import TOKEN_WEIGHT, ActorTokenLogps, CreditAssigner, SampleAttachments, SampleFilter, SAWBatch, SAWItem
-from ludic.types import TRACE_KEYS, Rollout, Step, TokenTrace, group_of, stored
+from ludic.types import ENVIRONMENT, TRACE_KEYS, Rollout, Step, TokenTrace, group_of, stored
 
 
 def batch_from_rollouts(
@@ -43,7 +43,7 @@ def batch_from_rollouts(
         credit = [float(np.mean(weights[rollout.id, step.index])) for step in rollout.steps]
         rollout.meta["engine"] = {**(rollout.meta.get("engine") or {}), "credit": credit}
     retained = items if sample_filter is None else [item for item in items if sample_filter(item)]
-    meta = {
+    meta: dict[str, Any] = {
         "target_rollouts": len(rollouts),
         "played_rollouts": len(rollouts),
         "num_samples_before_filter": len(items),
@@ -53,6 +53,8 @@ def batch_from_rollouts(
         "avg_completion_length": mean_or_zero([item.meta["completion_length"] for item in retained]),
         "avg_prompt_length": mean_or_zero([item.meta["prompt_length"] for item in retained]),
     }
+    if grouped := group_by_environment(rollouts):
+        meta[ENVIRONMENTS] = {name: environment_facts(own) for name, own in grouped.items()}
     return SAWBatch(items=retained, meta=meta)
 
 
@@ -62,7 +64,41 @@ def batch_from_played(
     """`batch_from_rollouts`, with the outcomes of the episodes in its meta."""
     batch = batch_from_rollouts(played, credit_assigner, sample_filter)
     batch.meta.update(vars(played.counts), target_rollouts=played.num_requested)
+    for failure in played.failures:
+        if ENVIRONMENT in failure.meta:
+            facts = batch.meta.setdefault(ENVIRONMENTS, {}).setdefault(failure.meta[ENVIRONMENT], environment_facts([]))
+            facts["failed"] += 1
     return batch
+
+
+ENVIRONMENTS = "environments"
+"""Key of the `environment_facts` by name in the meta of a batch."""
+
+
+def group_by_environment(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """Return the rollouts of each environment by its name, without those of none."""
+    grouped: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if ENVIRONMENT in rollout.meta:
+            grouped.setdefault(rollout.meta[ENVIRONMENT], []).append(rollout)
+    return grouped
+
+
+def environment_facts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return what the metrics of an environment are made of: the `rewards` of its rollouts but
+    greedy ones, the `lengths` of its completions, for each group of at least 2 whether all its
+    rewards are equal (`flat`), and 0 `failed` episodes. Over batches, lists are joined and numbers
+    added."""
+    groups: dict[Any, list[float]] = {}
+    for rollout in rollouts:
+        groups.setdefault(group_of(rollout.meta), []).append(rollout.total_reward)
+    traces = [step.trace for rollout in rollouts for step in rollout.steps if step.trace is not None]
+    return {
+        "rewards": [rollout.total_reward for rollout in rollouts if not is_greedy(rollout.meta)],
+        "lengths": [len(stored(trace, "completion_token_ids")) for trace in traces],
+        "flat": [min(group) == max(group) for group in groups.values() if len(group) > 1],
+        "failed": 0,
+    }
 
 
 def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
