@@ -1,11 +1,12 @@
 """Passes over data: every sample once a pass, and the orders that saved positions depend on."""
 
 import asyncio
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.data.passes import Passes, shuffle_range
+from ludic.data.passes import Passes, Shares, shuffle_range
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose
 from ludic.runs.rollouts import PassRequests
@@ -113,3 +114,44 @@ def test_the_order_of_a_recipes_problems_is_that_of_saved_positions():
     batches = [requests() for _ in range(4)]
     assert ["".join(request.meta["problem_id"] for request in batch) for batch in batches] == ["56341", "20106", "45231", "25643"]
     assert batches[0][0].sampling_seed == 1494753605
+
+
+WEIGHTS = st.builds(Fraction, st.integers(0, 9), st.integers(1, 9))
+SCHEDULES = st.lists(st.dictionaries(st.integers(0, 40), WEIGHTS, max_size=4), min_size=1, max_size=5)
+
+
+@given(SCHEDULES)
+def test_after_any_position_each_source_has_its_share_to_less_than_one(weights):
+    """Tijdeman's bound, with the shares summed up one position at a time."""
+    weights = [{0: Fraction(1), **weights[0]}, *weights[1:]]
+    current, due, counts = ([Fraction()] * len(weights) for _ in range(3))
+    at_starts = [
+        sum(each[max(before)] for each in weights if (before := [start for start in each if start <= position]))
+        for position in range(41)
+    ]
+    if not all(at_starts):
+        with pytest.raises(ConfigError, match=r"all weights are 0 from \d+ on; give"):
+            Shares(weights)
+        return
+    shares = Shares(weights)
+    for position in range(100):
+        current = [each.get(position, weight) for each, weight in zip(weights, current, strict=True)]
+        due = [all_so_far + weight / sum(current) for all_so_far, weight in zip(due, current, strict=True)]
+        source, place = shares.at(position)
+        assert place == counts[source]
+        counts[source] += 1
+        bound = 1 - Fraction(1, max(2, 2 * len(weights) - 2))
+        assert max(abs(count - share) for count, share in zip(counts, due, strict=True)) <= bound
+
+
+@given(SCHEDULES, st.lists(st.integers(0, 80), min_size=1, max_size=5))
+def test_a_position_belongs_to_the_same_source_in_any_order_of_questions(weights, positions):
+    weights = [{0: Fraction(1)}, *weights]
+    in_order, asked = Shares(weights), Shares(weights)
+    whole = [in_order.at(position) for position in range(81)]
+    assert [asked.at(position) for position in positions] == [whole[position] for position in positions]
+
+
+def test_shares_of_two_to_one_until_position_six_and_then_of_the_second_alone():
+    shares = Shares([{0: Fraction(2), 6: Fraction(0)}, {0: Fraction(1)}])
+    assert [shares.at(position)[0] for position in range(9)] == [0, 1, 0, 0, 1, 0, 1, 1, 1]

@@ -24,7 +24,7 @@ from ludic.recipes.schema import Recipe
 _OF_DATA = ("data", "streaming", "reward", "reward_weights", "reward_normalize", "eval_reward", "eval_reward_weights")
 OWN = (
     *("weight", "task.kind", "task.args", *_OF_DATA, "tools", "process_reward", "algorithm_args"),
-    *("reward_model", "reward_model_args"),
+    *("agent", "reward_model", "reward_model_args"),
     *("rollout.group_size", "rollout.max_new_tokens", "rollout.stop", "rollout.system_prompt"),
     *("rollout.max_tool_turns", "rollout.tool_timeout_s"),
     *("evaluation.prompts", "evaluation.samples_per_prompt", "evaluation.solved_at"),
@@ -60,7 +60,7 @@ def _overlay(whole: Recipe, name: str, own: Any) -> Recipe:
     paths = dict(_list_paths(own))
     for path in paths:
         if path not in OWN:
-            remedy = did_you_mean(path, OWN, "set it for all, outside of environments", count=2)
+            remedy = did_you_mean(path, OWN, "set it for all, outside of environments", cutoff=0.8)
             raise ConfigError(f"{where}.{path} cannot differ between environments{remedy}")
     for argument in paths.get("algorithm_args") or ():
         if argument not in CREDIT_ARGS:
@@ -141,11 +141,12 @@ def check_environments(recipe: Recipe) -> None:
     excluded = {
         f"curriculum.kind ({recipe.curriculum.kind})": recipe.curriculum.kind is not None,
         f"info_seed.num_seeds ({recipe.info_seed.num_seeds})": recipe.info_seed.num_seeds > 0,
-        "agent": has_agent(recipe.agent),
     }
     for setting, is_set in excluded.items():
         if is_set:
             raise ConfigError(f"{setting} does not go together with environments; leave one of them out")
+    if has_agent(recipe.agent):
+        raise ConfigError("agent plays one kind of problem; set environments.NAME.agent for those that it plays")
     sizes = {part.rollout.group_size for part in parts.values()}
     if len(sizes) > 1 and (recipe.rollout.over_sampling_factor != 1 or recipe.rollout.group_filter is not None):
         raise ConfigError(

@@ -75,7 +75,7 @@ class Mixture(EpisodicTask):
         taught = {
             name: weight
             for (name, source), weight in zip(self.sources.items(), weights, strict=True)
-            if weight and source.task.demonstrations(1, Random("trial")) is not None
+            if weight and source.task.agent is None and source.task.demonstrations(1, Random("trial")) is not None
         }
         if not taught:
             return None

@@ -254,8 +254,9 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 try:
                     if sampler.remote:
                         await trainer.publish()
-                    if parts.task.agent is not None and source is not None and not actors and trainer.current_step == 0:
-                        await self._try_agent(sampler)
+                    if source is not None and not actors and trainer.current_step == 0:
+                        for part in list_parts(recipe, parts.task):
+                            await self._try_agent(part, sampler)
                     if self._is_measured_on_servers and self.progress.before is None:
                         self.progress.before = await self._evaluate()
                         self.directory.write_progress(self.progress)
@@ -270,11 +271,13 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                         await source.aclose()
         await trainer.reload()  # the server has ended
 
-    async def _try_agent(self, sampler: Sampler) -> None:
-        """Play an episode of the agent before the first step, and tell what was found. Raises
-        ConfigError if it fails."""
-        requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed).list_problems(0)
-        engine = self._make_engine(sampler=sampler)
+    async def _try_agent(self, part: Source, sampler: Sampler) -> None:
+        """Play an episode of the agent, if there is one, before the first step, and tell what was
+        found. Raises ConfigError if it fails."""
+        if part.task.agent is None:
+            return
+        requests = make_training_requests(part.task, part.recipe.rollout, seed=self.recipe.seed).list_problems(0)
+        engine = self._make_engine(part, sampler=sampler)
         try:
             [rollout] = await engine.generate_rollouts(requests[:1], max_steps=1)
         except RolloutError as error:
