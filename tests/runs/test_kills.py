@@ -13,6 +13,7 @@ from benches.python.equal_runs import check_learning
 from commands import NETWORK, exit_status, metrics_of, refused, same_weights, summary_of
 from graded_shapes import SETTINGS as SHAPES
 from killed_commands import killed_at, list_changes, run_to_end
+from mixed_tasks import mixed
 from safetensors.torch import load_file
 
 from ludic.images.store import ImageStore
@@ -129,6 +130,23 @@ def test_a_killed_run_with_a_curriculum_picks_the_problems_of_the_uninterrupted_
     assert max(line["groups/easy"] + line["groups/hard"] for line in lines) > 0
     for moment in ("line reinforce 3", "line reinforce 6"):
         assert killed_at(moment, "train", *settings, f"output={tmp_path}", f"name={moment[-1]}")
+        run_to_end("train", "--resume", str(tmp_path / moment[-1]))
+        assert_is_the_run(tmp_path / moment[-1], whole)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("own", [[], ["inference.batches_ahead=1"], FILTERED], ids=["synchronous", "overlapped", "filtered"])
+def test_a_killed_run_with_environments_resumes_to_the_uninterrupted_run(tmp_path: Path, own: list[str]) -> None:
+    """The second environment begins at step 2; over-sampled groups must be of one size."""
+    size = ["environments.two.rollout.group_size=4"] if own == FILTERED else []
+    rows = problems(tmp_path).partition("=")[2]
+    cadence = ["steps=5", "rollout.prompts=3", "checkpoint.every_n_steps=2", "checkpoint.max_to_keep=1"]
+    settings = [*mixed(rows), *TINY, *cadence, *own, *size, f"output={tmp_path}"]
+    run_to_end("train", *settings, "name=whole")
+    whole = tmp_path / "whole"
+    assert {problem.split("/")[0] for _, problem, _, _ in episodes_of(whole)} == {"rows", "two"}
+    for moment in ("line reinforce 3", "line reinforce 5"):
+        assert killed_at(moment, "train", *settings, f"name={moment[-1]}")
         run_to_end("train", "--resume", str(tmp_path / moment[-1]))
         assert_is_the_run(tmp_path / moment[-1], whole)
 

@@ -1,5 +1,5 @@
 """Several environments in one run: which problem each position has, whose settings play it and give
-credit to it, what is measured of each, and that a killed run goes on where it was."""
+credit to it, what is measured of each."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import NETWORK, ludic, metrics_of, refused, summary_of
 from hypothesis import given, strategies as st
-from killed_commands import killed_at, run_to_end
+from mixed_tasks import mixed
 from playing import ScriptedClient, play
 
 from ludic.errors import ConfigError
@@ -227,15 +227,15 @@ TINY = [
 ]
 
 
-def mixed(folder: Path) -> list[str]:
-    """Rows, of which each step trains, and the tools, which begin at step 2."""
-    rows = f"{{data: {rows_of(folder)}, reward: 'byte_rewards:mean_id', task: {{args: {{max_new_tokens: 4, num_heldout: 3}}}}}}"
-    second = "{task: {kind: 'mixed_tasks:Endless'}, weight: {0: 0, 2: 2}, rollout: {max_new_tokens: 3, group_size: 2}}"
-    return ["sort", f"environments={{rows: {rows}, two: {second}}}", *TINY]
-
-
 def test_a_run_reports_each_environment_in_every_step_that_has_it(tmp_path: Path) -> None:
-    settings = [*mixed(tmp_path), "steps=4", f"output={tmp_path}", "name=run", "trainer.eval_every_n_steps=2"]
+    settings = [
+        *mixed(f"{rows_of(tmp_path)}"),
+        *TINY,
+        "steps=4",
+        f"output={tmp_path}",
+        "name=run",
+        "trainer.eval_every_n_steps=2",
+    ]
     output = ludic("train", *settings, "callbacks.completions_every=4")
     lines = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "reinforce" and "train/loss" in line]
     first, last = lines[0], lines[-1]
@@ -260,18 +260,3 @@ def test_a_run_reports_each_environment_in_every_step_that_has_it(tmp_path: Path
     chosen = json.loads(ludic("eval", str(tmp_path / "run"), "environment=rows", f"output={tmp_path}", "--json"))
     assert chosen["task"] == "data"
     assert "environment (None) is one of rows, two" in refused("eval", str(tmp_path / "run"), f"output={tmp_path}")
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("own", [[], ["inference.batches_ahead=1"], ["rollout.group_filter=byte_filters:even_sum"]])
-def test_a_killed_run_with_environments_resumes_to_the_uninterrupted_run(tmp_path: Path, own: list[str]) -> None:
-    from test_kills import assert_is_the_run
-
-    if "group_filter" in "".join(own):
-        own = [*own, "environments.two.rollout.group_size=4", "rollout.order=submission", "rollout.patience=1000"]
-    settings = [*mixed(tmp_path), "steps=5", "checkpoint.every_n_steps=2", "checkpoint.max_to_keep=1", *own, f"output={tmp_path}"]
-    run_to_end("train", *settings, "name=whole")
-    for moment in ("line reinforce 2", "line reinforce 3", "line reinforce 5"):
-        assert killed_at(moment, "train", *settings, f"name={moment[-1]}")
-        run_to_end("train", "--resume", str(tmp_path / moment[-1]))
-        assert_is_the_run(tmp_path / moment[-1], tmp_path / "whole")

@@ -1,4 +1,5 @@
-"""Tasks of an environment each: one that fails, and one of as many turns as the engine allows."""
+"""Tasks of an environment each: one that fails, and one of as many turns as the engine allows; and
+a recipe of two environments."""
 
 from __future__ import annotations
 
@@ -43,3 +44,11 @@ class Broken(Endless):
 
     def make_env(self, episode: Any) -> SingleAgentEnv:
         raise OSError("the grader is gone")
+
+
+def mixed(rows: str) -> list[str]:
+    """Rows, of which each step trains, and episodes of two turns, which begin at step 2."""
+    args = "task: {args: {max_new_tokens: 4, num_heldout: 3}}"
+    second = "{task: {kind: 'mixed_tasks:Endless'}, weight: {0: 0, 2: 2}, rollout: {max_new_tokens: 3, group_size: 2}}"
+    environments = f"{{rows: {{data: {rows}, reward: 'byte_rewards:mean_id', {args}}}, two: {second}}}"
+    return ["sort", "network.end_of_turn=newline", f"environments={environments}"]
