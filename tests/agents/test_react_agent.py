@@ -154,14 +154,21 @@ def test_every_model_call_is_a_step_whose_observations_connect():
 
 
 def test_reward_functions_see_the_calls_and_each_result():
-    calls = [call("double", '{"n": 4}'), call("double", '{"n": 8}', 1)]
+    calls = [call("double", '{"n": 4}'), call("double", '{"n": "x"}', 1), {**call("", "{}", 2), "error": "no name", "text": "<x"}]
     acting, _ = agent(("let me see", calls), "8")
     [played] = play(SingleAgentProtocol(acting).run(env=Counting(), max_steps=1, inference=FOR_RL))
     played.steps[-1].info["row"] = {"prompt": "double 4 and 8"}
     seen = []
     functions = RewardFunctions(lambda completions, tool_calls, tool_results: seen.append((tool_calls, tool_results)) or [1.0])
     assert play(functions.score([played])) == {}
-    assert seen == [([calls], [["8", "16"]])]
+    told = ["8", "Error: argument n must be a valid integer, got 'x'", "Error: the call cannot be read: no name. Write it again."]
+    fields = [("double", {"n": 4}, False), ("double", {"n": "x"}, True), ("", "<x", True)]
+    expected = [
+        {**each, "name": name, "arguments": arguments, "result": result, "failed": failed}
+        for each, result, (name, arguments, failed) in zip(calls, told, fields, strict=True)
+    ]
+    assert seen == [([expected], [told])]
+    assert played.steps[-1].info["tools/failed"] == 2
 
 
 def test_steps_before_an_unparsable_answer_are_kept():

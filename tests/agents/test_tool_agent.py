@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import functools
 import re
 import sys
 import threading
@@ -11,8 +12,9 @@ from playing import FOR_RL, ScriptedClient, play, verbatim
 from tool_playing import call
 
 from ludic.agents import ToolAgent
+from ludic.agents.tool_agent import EpisodeLost
 from ludic.context import FullDialog
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, RolloutError
 from ludic.inference import InferenceSpec, ReturnSpec, ToolRequest
 
 place = contextvars.ContextVar("place")
@@ -31,8 +33,15 @@ def agent(*tools, **settings):
     return ToolAgent(tools, client=ScriptedClient("a"), model="m", ctx=FullDialog(), parser=verbatim, **settings)
 
 
+async def run_calls(acting, *calls):
+    """The texts of the results."""
+    returned = await acting._run_tool_calls(calls)
+    assert acting.num_failed == sum(each.failed for each in returned)
+    return [each.text for each in returned]
+
+
 def results(acting, *calls):
-    texts = play(acting._run_tool_calls(calls))
+    texts = play(run_calls(acting, *calls))
     assert [m["content"] for m in acting._ctx.messages] == texts
     return texts
 
@@ -63,14 +72,17 @@ async def times_out():
     ("asked", "told"),
     [
         (call("nothing"), "Error: Tool nothing not found."),
-        (call("add", "{not json"), "Error executing tool add: JSONDecodeError"),
-        (call("add", "[1, 2]"), "add: DataError: the arguments must be a JSON object, got [1, 2]"),
-        (call("add", '{"a": 1}'), "missing 1 required positional argument: 'b'"),
-        (call("add", '{"a": 1, "b": 2, "c": 3}'), "unexpected keyword argument 'c'"),
+        (call("add", "{not json"), "Error: the arguments are not JSON: Expecting property name"),
+        (call("add", "[1, 2]"), "Error: the arguments must be a JSON object, got [1, 2]"),
+        (call("add", "[" * 100_000), "Error: maximum recursion depth exceeded"),
+        (call("add", '{"a": 1}'), "Error: the argument b is missing"),
+        (call("add", '{"a": 1, "b": 2, "c": 3}'), "Error: there is no argument c; the arguments are a, b"),
+        (call("add", '{"a": "three", "b": 2}'), "Error: argument a must be a valid integer, got 'three'"),
+        ({**call(""), "error": "no name", "text": "<x"}, "Error: the call cannot be read: no name. Write it again."),
         (call("stops"), "Error executing tool stops"),
         (call("leaves"), "Error executing tool leaves: SystemExit: 3"),
         (call("times_out"), "Error executing tool times_out: TimeoutError"),
-        ({"function": {"name": "add"}}, "missing 2 required positional arguments"),
+        ({"function": {"name": "add"}}, "Error: the argument a is missing"),
         ({}, "Error: Tool  not found."),
     ],
 )
@@ -116,8 +128,8 @@ def test_hanging_tools_block_neither_other_tools_nor_the_end_of_the_program():
         return threading.current_thread().daemon
 
     async def run():
-        many = [agent(hangs, tool_timeout_s=0.05)._run_tool_calls([call("hangs")]) for _ in range(64)]
-        *lost, told = await asyncio.gather(*many, agent(quick)._run_tool_calls([call("quick")]))
+        many = [run_calls(agent(hangs, tool_timeout_s=0.05), call("hangs")) for _ in range(64)]
+        *lost, told = await asyncio.gather(*many, run_calls(agent(quick), call("quick")))
         await asyncio.to_thread(int)  # the thread pool is free
         return lost, told
 
@@ -137,7 +149,7 @@ def test_a_synchronous_tool_does_not_block_the_event_loop():
             loop.call_soon_threadsafe(opened.set)
             return opened.wait(30)
 
-        return await agent(waits)._run_tool_calls([call("waits")])
+        return await run_calls(agent(waits), call("waits"))
 
     assert play(run()) == ["True"]
 
@@ -148,7 +160,7 @@ def test_a_synchronous_tool_sees_the_context_variables_of_its_episode():
 
     async def run():
         place.set("here")
-        return await agent(where)._run_tool_calls([call("where")])
+        return await run_calls(agent(where), call("where"))
 
     assert play(run()) == ["here"]
 
@@ -158,6 +170,29 @@ def test_a_synchronous_function_may_return_a_coroutine():
         return slowly("x")
 
     assert results(agent(later), call("later")) == ["X"]
+
+
+def test_a_wrapped_coroutine_function_and_an_object_with_one_are_awaited():
+    @functools.wraps(slowly)
+    def wrapped(text):
+        return slowly(text)
+
+    class Slow:
+        __name__ = "object"
+
+        async def __call__(self, text: str):
+            return await slowly(text)
+
+    acting = agent(wrapped, Slow())
+    assert results(acting, call("slowly", '{"text": "x"}'), call("object", '{"text": "y"}')) == ["X", "Y"]
+
+
+def test_a_tool_may_end_its_episode():
+    def look():
+        raise EpisodeLost("the store is gone")
+
+    with pytest.raises(RolloutError, match="the store is gone"):
+        results(agent(look), call("look"))
 
 
 def test_cancelling_an_episode_cancels_its_tool():
@@ -182,7 +217,8 @@ def test_cancelling_an_episode_cancels_its_tool():
 def test_tools_and_token_ids_are_in_the_request():
     acting = agent(add, slowly)
     assert list(acting.tool_map) == ["add", "slowly"]
-    assert acting._tool_request() == ToolRequest(tools=acting.tool_schemas, tool_choice="auto")
+    assert acting._tool_request() == ToolRequest(tools=acting.tool_schemas, tool_choice="auto", keep_malformed=True)
+    assert not agent(add, malformed_calls="answer")._tool_request().keep_malformed
     spec = InferenceSpec(sampling=FOR_RL.sampling, return_=ReturnSpec(return_chosen_logprobs=True, top_logprobs_k=3))
     with_tools = acting._with_tools(spec)
     assert with_tools.return_ == ReturnSpec(return_token_ids=True, return_chosen_logprobs=True, top_logprobs_k=3)
@@ -205,13 +241,15 @@ def test_invalid_settings_are_refused():
         agent(add, tool_timeout_s=0.0)
     with pytest.raises(ConfigError, match="share a name"):
         agent(add, add)
+    with pytest.raises(ConfigError, match="malformed_calls"):
+        agent(add, malformed_calls="retry")
 
 
 def test_a_thousand_calls_leak_no_thread_and_no_task():
     async def run():
         acting = agent(add, slowly)
         calls = [call("add", '{"a": 1, "b": 2}'), call("slowly", '{"text": "x"}')] * 500
-        texts = await acting._run_tool_calls(calls)
+        texts = await run_calls(acting, *calls)
         return texts, asyncio.all_tasks() - {asyncio.current_task()}
 
     texts, tasks = play(run())

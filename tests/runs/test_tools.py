@@ -1,6 +1,7 @@
 """Functions that the model may call before it answers: in training, in both measurements, after a
 resume, and in `ludic eval`. The model is a small one that knows one call of `stock` by heart."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -46,19 +47,21 @@ def stock(item: str) -> str:
     return "7"
 
 
-def learn_by_heart(folder: Path) -> Path:
-    messages = [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
-        {"role": "tool", "content": "7"},
-        {"role": "assistant", "content": "7"},
-    ]
+CALLS = [
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "7"},
+]
+
+
+def learn_by_heart(folder: Path, messages: list[dict]) -> Path:
     rows = [{"messages": [{"role": "user", "content": row["prompt"]}, *messages], "tools": [tool_schema(stock)]} for row in ROWS]
     (folder / "tools.jinja").write_text(TEMPLATE)
     sft = SFT(
         None,
         rows * 4,
         chat_template=str(folder / "tools.jinja"),
-        network={"end_of_turn": "newline", "hidden_size": 64, "num_layers": 1, "intermediate_size": 128},
+        network={"end_of_turn": "newline", "hidden_size": 64, "num_layers": 1, "intermediate_size": 128, "max_positions": 512},
         output=str(folder),
         name="start",
         steps=150,
@@ -73,7 +76,7 @@ def learn_by_heart(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return learn_by_heart(tmp_path_factory.mktemp("calls"))
+    return learn_by_heart(tmp_path_factory.mktemp("calls"), CALLS)
 
 
 @pytest.fixture(autouse=True)
@@ -117,10 +120,56 @@ def test_every_call_is_a_sample_and_rewards_get_the_answer(model: Path) -> None:
     assert yaml.safe_load(Path("runs/mine/config.yaml").read_text())["tools"] == ["stock"]
     evaluation = json.loads(Path("runs/mine/progress.json").read_text())["after"]
     assert (evaluation["facts"]["tools/calls"], evaluation["sampled_reward"]) == (1, 1)
-    assert "</tool_call> 7 7" in evaluation["answers"][0]["text"]
+    assert (evaluation["answers"][0]["text"], evaluation["answers"][0]["calls"]) == ("7", 'stock(item="a") -> 7')
+    from ludic.runs.view.episodes import EpisodeTable
+
+    table = EpisodeTable(10)
+    table.add(0, Path("runs/mine/rollouts.jsonl"), None)
+    assert [[turn[-1][0] for turn in row[6]] for row in table.rows] == [['calls stock(item="a") -> 7', "right answer 7"]] * 4
 
 
-def test_a_tool_that_raises_is_told_to_the_model_and_counted(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_async_tool_is_awaited(model: Path) -> None:
+    async def stock(item: str) -> str:
+        """How many of an item are in stock."""
+        await asyncio.sleep(0.001)
+        return "7"
+
+    GRPO(model, lambda completions, **_: [0.0] * len(completions), ROWS, tools=stock, name="awaits", **SMALL).train()
+    for rollout in lines("runs/awaits/rollouts.jsonl"):
+        assert rollout["steps"][0]["info"]["tool_results"] == ["7"]
+
+
+@pytest.mark.parametrize("malformed", ["error", "answer"])
+def test_broken_json_between_the_tags_is_a_failed_call_unless_it_shall_be_an_answer(
+    malformed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = '<tool_call>{"name": "stock", }'
+    model = learn_by_heart(tmp_path, [{"role": "assistant", "content": broken}])
+    seen = []
+
+    def watch(completions, tool_calls, **columns):
+        seen.extend(tool_calls)
+        return [0.0] * len(completions)
+
+    rollout = {**SMALL["rollout"], "max_tool_turns": 2, "malformed_tool_calls": malformed}
+    GRPO(model, watch, ROWS, tools=stock, name="broken", **{**SMALL, "rollout": rollout}).train()
+    first = lines("runs/broken/rollouts.jsonl")[0]["steps"]
+    if malformed == "answer":
+        assert (len(first), first[0]["action"]) == (1, broken)
+        return
+    fault = "Expecting property name enclosed in double quotes: line 1 column 30 (char 29)"
+    told = f"Error: the call cannot be read: {fault}. Write it again."
+    assert (first[0]["action"], first[0]["next_obs"]) == (broken, told)
+    begun = [*first[0]["trace"]["prompt_token_ids"], *first[0]["trace"]["completion_token_ids"]]
+    assert first[1]["trace"]["prompt_token_ids"][: len(begun)] == begun
+    assert {(each["arguments"], each["result"], each["failed"]) for calls in seen for each in calls} == {(broken, told, True)}
+    assert [line["train/tools/failed"] for line in lines("runs/broken/metrics.jsonl")] == [1, 1]
+    assert "Tool (a call that cannot be read) failed in 100% of 4 logged calls" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_tool_that_raises_is_told_to_the_model_and_counted(
+    model: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     def stock(item: str) -> str:
         """How many of an item are in stock."""
         raise LookupError(f"no shelf for {item}")
@@ -131,6 +180,10 @@ def test_a_tool_that_raises_is_told_to_the_model_and_counted(model: Path, caplog
     told = {rollout["steps"][0]["next_obs"] for rollout in lines("runs/fails/rollouts.jsonl")}
     assert told == {"Error executing tool stock: LookupError: no shelf for a"}
     assert "no shelf" not in caplog.text
+    said = (
+        "Tool stock failed in 100% of 4 logged calls, most often with 'Error executing tool stock: LookupError: no shelf for a'"
+    )
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_trains_resumes_and_evaluates_with_tools(model: Path) -> None:
@@ -149,6 +202,8 @@ def test_the_command_trains_resumes_and_evaluates_with_tools(model: Path) -> Non
     assert measured.exit_code == 0, measured.output
     summary = json.loads(Path("runs/measured/summary.json").read_text())
     assert "tools/calls" in json.dumps(summary)
+    [line] = lines("runs/measured/problems.jsonl")
+    assert (line["texts"], line["calls"]) == (["7"] * 2, ['stock(item="a") -> 7'] * 2)
 
 
 def test_a_function_without_a_module_is_asked_for_by_a_resume(model: Path) -> None:
@@ -162,8 +217,14 @@ def test_a_function_without_a_module_is_asked_for_by_a_resume(model: Path) -> No
     result = CliRunner().invoke(app, ["train", "--resume", "runs/here", "steps=2"])
     assert result.exit_code == 2
     said = " ".join(result.output.split())
-    assert "tools (stock) is not known; write my_tools:stock" in said
-    assert "resume with train(resume=True)" in said
+    assert "tools (stock) is not known; if it is a function of a script, put it into a file" in said
+    assert "give tools=[my_tools:stock]; the script itself can go on with train(resume=True)" in said
+    result = CliRunner().invoke(app, ["eval", "runs/here"])
+    assert (result.exit_code, "give tools=[my_tools:stock]" in " ".join(result.output.split())) == (2, True)
+    Path("their_tools.py").write_text(SHOP)
+    result = CliRunner().invoke(app, ["eval", "runs/here", "tools=[their_tools:stock]", "problems=1", "name=measured"])
+    assert result.exit_code == 0, result.output
+    assert yaml.safe_load(Path("runs/measured/config.yaml").read_text())["tools"] == ["their_tools:stock"]
     assert GRPO(model, "pure_accuracy_math", ROWS, **run).train(resume=True)["steps"] == 2
     with pytest.raises(ConfigError, match="actors cannot import the tool 'stock'"):
         GRPO(model, "pure_accuracy_math", ROWS, place={"actors": 1}, **run)

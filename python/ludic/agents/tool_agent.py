@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.agents.base_agent import Agent, IntermediateCall
-from ludic.agents.tool_schema import check_names, tool_schema
-from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, check_value
+from ludic.agents.tool_calls import ToolCall, ToolResult, call_arguments, call_name
+from ludic.agents.tool_schema import check_names, read_arguments, tool_schema
+from ludic.errors import ConfigError, ConfigTypeError, LudicError, RolloutError, check_value
 from ludic.event_loop import await_if_needed, run_in_daemon_thread
 from ludic.inference.request import InferenceSpec, ToolRequest, call_seed
 from ludic.parsers import ParseResult
@@ -23,9 +23,7 @@ from ludic.user_objects import GivenNames, import_named
 
 logger = logging.getLogger(__name__)
 
-ToolCall = dict[str, Any]
-"""`{"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}`, in OpenAI's
-format."""
+MALFORMED = ("error", "answer")
 
 
 class ToolAgent(Agent):
@@ -33,15 +31,28 @@ class ToolAgent(Agent):
 
     A tool is a named function or coroutine function; the model sees its parameters and docstring.
     Plain functions run in a thread, one at a time for each agent; tools that several episodes share
-    must be thread-safe. If a tool fails, is unknown, or takes longer than `tool_timeout_s`, the
-    model gets an error message as its result, the call counts as failed, and the episode continues.
+    must be thread-safe. If a tool fails, is unknown, gets arguments of other types than its hints,
+    or takes longer than `tool_timeout_s`, the model gets an error message as its result, the call
+    counts as failed, and the episode continues. A tool that raises `EpisodeLost` ends it.
+
+    `malformed_calls`: what a text is that the client's model wrote between the tags of a call, and
+    that is no call, such as broken JSON. `error`: a failed call. `answer`: a text without calls.
     """
 
     name = "tool_agent"
 
-    def __init__(self, tools: Sequence[Callable[..., Any]], *, tool_timeout_s: float | None = 30.0, **agent_kwargs: Any) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]],
+        *,
+        tool_timeout_s: float | None = 30.0,
+        malformed_calls: str = "error",
+        **agent_kwargs: Any,
+    ) -> None:
         super().__init__(**agent_kwargs)
         check_value("tool_timeout_s", tool_timeout_s, "None sets no deadline", above=0, optional=True)
+        check_value("malformed_calls", malformed_calls, choices=MALFORMED)
+        self._keeps_malformed = malformed_calls == "error"
         self.tool_schemas: list[dict[str, Any]] = [tool_schema(tool) for tool in tools]
         self.tool_map: dict[str, Callable[..., Any]] = {tool.__name__: tool for tool in tools}
         check_names(tools)
@@ -54,7 +65,7 @@ class ToolAgent(Agent):
 
     def _tool_request(self) -> ToolRequest:
         """A request that offers all tools, with `tool_choice` auto."""
-        return ToolRequest(tools=self.tool_schemas, tool_choice="auto")
+        return ToolRequest(tools=self.tool_schemas, tool_choice="auto", keep_malformed=self._keeps_malformed)
 
     def _with_tools(self, inference: InferenceSpec | None) -> InferenceSpec:
         """The same settings with token ids requested, because tool calls are trained like any other
@@ -71,51 +82,50 @@ class ToolAgent(Agent):
         except (KeyError, IndexError, TypeError, AttributeError):
             return info.get("completion"), []
 
-    async def _run_tool_calls(self, tool_calls: Sequence[ToolCall]) -> list[str]:
-        """Run the calls one after another and add each result to the context, errors included.
-        Returns the added texts."""
+    async def _run_tool_calls(self, tool_calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Run the calls one after another and add each result to the context, errors included."""
         results = []
         for call in tool_calls:
-            text = await self._call_tool(call)
-            self._ctx.add_tool_result(str(call.get("id") or ""), call_name(call), text)
-            results.append(text)
+            result = await self._call_tool(call)
+            self.num_calls += 1
+            self.num_failed += result.failed
+            self._ctx.add_tool_result(str(call.get("id") or ""), call_name(call), result.text)
+            results.append(result)
         return results
 
-    async def _call_tool(self, call: ToolCall) -> str:
+    async def _call_tool(self, call: ToolCall) -> ToolResult:
         name = call_name(call)
-        self.num_calls += 1
+        if "error" in call:
+            return ToolResult(f"Error: the call cannot be read: {call['error']}. Write it again.", True)
         tool = self.tool_map.get(name)
         if tool is None:
-            self.num_failed += 1
-            return f"Error: Tool {name} not found. The tools are: {', '.join(self.tool_map) or 'none'}."
+            return ToolResult(f"Error: Tool {name} not found. The tools are: {', '.join(self.tool_map) or 'none'}.", True)
         try:
-            return str(await run_tool(tool, call_arguments(call), self._tool_timeout_s))
+            arguments = read_arguments(tool, call_arguments(call))
+        except Exception as error:  # a type of the user's may raise anything
+            return ToolResult(f"Error: {error}", True)
+        try:
+            return ToolResult(str(await run_tool(tool, arguments, self._tool_timeout_s)))
+        except EpisodeLost:
+            raise
+        except ToolError as error:
+            return ToolResult(f"Error: {error}", True)
         except (Exception, SystemExit) as error:
-            self.num_failed += 1
             logger.info("tool %s failed with %s: %s", name, type(error).__name__, error)
-            return f"Error executing tool {name}: {type(error).__name__}: {error}"
+            return ToolResult(f"Error executing tool {name}: {type(error).__name__}: {error}", True)
+
+
+class ToolError(LudicError, RuntimeError):
+    """A tool failed; the model gets the message after `Error: ` as the result."""
+
+
+class EpisodeLost(RolloutError):
+    """Raised by a tool without which its episode is worth nothing: it fails, and is played again or
+    left out like any failed episode."""
 
 
 class ToolTimeoutError(LudicError, TimeoutError):
     """A tool returned no result before its deadline."""
-
-
-def call_name(call: Mapping[str, Any]) -> str:
-    """The name of the tool in an OpenAI tool call; empty if there is none."""
-    function = call.get("function")
-    return str(function.get("name") or "") if isinstance(function, Mapping) else ""
-
-
-def call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an OpenAI tool call, parsed from JSON; empty if there are none.
-
-    Raises DataError if they are not a JSON object, and JSONDecodeError if they are not JSON.
-    """
-    text = call["function"].get("arguments")
-    arguments = json.loads(text) if isinstance(text, str) and text.strip() else text or {}
-    if not isinstance(arguments, dict):
-        raise DataError(f"the arguments must be a JSON object, got {arguments!r}")
-    return arguments
 
 
 async def run_tool(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
@@ -195,8 +205,8 @@ class ReActAgent(ToolAgent):
             self._ctx.add_assistant_step(content, tool_calls)
             results = await self._run_tool_calls(tool_calls)
             info["chat_completion"] = {"role": "assistant", "content": content or "", "tool_calls": tool_calls}
-            info["tool_results"] = results
-            self.intermediate_calls.append(IntermediateCall(response.text, info, trace, "\n".join(results)))
+            info["tool_results"], info["tool_failed"] = [each.text for each in results], [each.failed for each in results]
+            self.intermediate_calls.append(IntermediateCall(response.text, info, trace, "\n".join(info["tool_results"])))
         raise AssertionError("the last call returns")
 
 
@@ -217,6 +227,8 @@ class ToolUse:
     """Model calls in which it may call tools; the one after them is the answer."""
     timeout_s: float | None = 30.0
     """Deadline of one tool call. None means no deadline."""
+    malformed_calls: str = "error"
+    """As of a `ToolAgent`."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a limit that is too small, and for functions that a model cannot
@@ -236,7 +248,8 @@ class ToolUse:
 
     def make_agent(self, **settings: Any) -> ReActAgent:
         """The agent of one episode. `settings` are arguments of `Agent`."""
-        return ReActAgent(self.functions, self.max_turns + 1, tool_timeout_s=self.timeout_s, **settings)
+        limits: dict[str, Any] = {"tool_timeout_s": self.timeout_s, "malformed_calls": self.malformed_calls}
+        return ReActAgent(self.functions, self.max_turns + 1, **limits, **settings)
 
 
 def check_tool(function: Tool) -> Mapping[str, Any]:
@@ -277,7 +290,12 @@ def _find(name: str) -> Tool:
         return given[name]
     if ":" not in name:
         module, _, function_name = name.rpartition(".")
-        module = module or "my_tools"
-        raise ConfigError(f"tools ({name}) is not known; write {module}:{function_name}, or resume with train(resume=True)")
+        where = f"write {module}:{function_name}"
+        if not module:
+            where = (
+                f"if it is a function of a script, put it into a file, such as my_tools.py, and give tools=[my_tools:{name}]; the script "
+                "itself can go on with train(resume=True)"
+            )
+        raise ConfigError(f"tools ({name}) is not known; {where}")
     function: Tool = import_named(name, "tools")
     return function

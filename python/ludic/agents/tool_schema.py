@@ -1,4 +1,5 @@
-"""Describes Python functions as tools in OpenAI's function format.
+"""Describes Python functions as tools in OpenAI's function format, and reads the arguments of their
+calls by the same type hints.
 
 The descriptions of parameters come from docstrings in Google style:
 
@@ -15,10 +16,10 @@ import json
 import logging
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +33,19 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """The function's name, docstring and parameters, without `*args` and `**kwargs`.
 
     Types are read from the annotations, including string annotations: `int`, `float`, `bool`,
-    lists, dictionaries, `Literal` (an enum) and `Optional` (`nullable`). Types that JSON lacks
-    become strings. The description of a parameter is a string in its `Annotated`, or its entry in
-    the docstring's `Args:`. Parameters without a default are required; defaults that JSON can
-    represent are included.
+    lists, dictionaries, `Literal` (an enum) and `Optional` (`nullable`). Other types, such as
+    enumerations, dates and data classes, are as pydantic describes them; those that it does not
+    know are strings. An object with a `tool_schema` of its own has that one. The description of a
+    parameter is a string in its `Annotated`, or its entry in the docstring's `Args:`. Parameters
+    without a default are required; defaults that JSON can represent are included.
 
     Raises ConfigError for what a model cannot call: an object without `__name__`, or a function
     with positional-only parameters.
     """
-    parameters = _parameters(tool)
-    try:
-        hints = get_type_hints(tool, include_extras=True)
-    except Exception:
-        hints = {name: _hint(tool, name, annotation) for name, annotation in inspect.get_annotations(tool).items()}
+    own: dict[str, Any] | None = getattr(tool, "tool_schema", None)
+    if own is not None:
+        return own
+    parameters, hints = _parameters(tool), _hints(tool)
     descriptions = parse_arg_descriptions(inspect.getdoc(tool) or "")
     return {
         "type": "function",
@@ -79,6 +80,62 @@ def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     if positional_only:
         raise ConfigError(f"tool {tool.__name__} has positional-only parameters {positional_only}; wrap it to take them by name")
     return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def read_arguments(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, as the types of the tool's hints. JSON has to be of the type that a
+    hint names: the text "3" is no integer. What has no hint, and is of a type that pydantic does
+    not know, stays as it is.
+
+    Raises DataError for an argument that is missing, unknown, or of another type.
+    """
+    if getattr(tool, "tool_schema", None) is not None:
+        return dict(arguments)
+    parameters, hints = _parameters(tool), _hints(tool)
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(tool).parameters.values())
+    for name in arguments:
+        if name not in parameters and not takes_more:
+            known = ", ".join(parameters)
+            raise DataError(f"there is no argument {name}; {f'the arguments are {known}' if known else 'it takes none'}")
+    for name, parameter in parameters.items():
+        if name not in arguments and parameter.default is parameter.empty:
+            raise DataError(f"the argument {name} is missing")
+    return {name: _read(name, value, hints.get(name, Any), parameters.get(name)) for name, value in arguments.items()}
+
+
+def _read(name: str, value: Any, hint: Any, parameter: inspect.Parameter | None) -> Any:
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError  # takes long to import
+
+    if parameter is None or (value is None and parameter.default is None):
+        return value
+    try:
+        adapter = TypeAdapter(hint)
+    except (PydanticUserError, NameError, TypeError):
+        return value
+    try:
+        return adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)
+    place, wrong = f"argument {name}", value
+    key: Any
+    for key in faults[0]["loc"]:  # of a union it also names the member, which is no place in the value
+        if (isinstance(wrong, list) and isinstance(key, int)) or (isinstance(wrong, dict) and key in wrong):
+            place, wrong = f"{place}[{key!r}]", wrong[key]
+    rules = dict.fromkeys(
+        f"must have {fault['loc'][-1]!r}"
+        if fault["type"] == "missing"
+        else str(fault["msg"]).replace("Input should be", "must be")
+        for fault in faults
+    )
+    raise DataError(f"{place} {' or '.join(rules).replace('or must be', 'or')}, got {wrong!r:.80}")
+
+
+def _hints(tool: Callable[..., Any]) -> dict[str, Any]:
+    """The type hints by parameter."""
+    try:
+        return get_type_hints(tool, include_extras=True)
+    except Exception:
+        return {name: _hint(tool, name, annotation) for name, annotation in inspect.get_annotations(tool).items()}
 
 
 def _hint(tool: Callable[..., Any], name: str, annotation: object) -> Any:
@@ -119,7 +176,19 @@ def _type_schema(hint: Any) -> dict[str, Any]:
         return {"type": "array", "items": _type_schema(args[0]) if has_one_type else {}}
     if origin in OBJECTS:
         return {"type": "object", "additionalProperties": _type_schema(args[1])} if len(args) == 2 else {"type": "object"}
-    return {"type": JSON_TYPES.get(hint, "string") if isinstance(hint, type) else "string"}
+    if isinstance(hint, type) and hint in JSON_TYPES:
+        return {"type": JSON_TYPES[hint]}
+    return _describe_other(hint) or {"type": "string"}
+
+
+def _describe_other(hint: Any) -> dict[str, Any]:
+    """The schema of a type that JSON lacks; empty for one that pydantic does not know."""
+    from pydantic import PydanticUserError, TypeAdapter
+
+    try:
+        return TypeAdapter(hint).json_schema()
+    except (PydanticUserError, NameError, TypeError):
+        return {}
 
 
 def _is_json(value: object) -> bool:

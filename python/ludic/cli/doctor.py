@@ -71,7 +71,9 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         console.print(f"  [red]{report['namesake']}[/]")
     console.print("\n[bold]Devices[/]")
     devices = report["devices"]
-    console.print(f"  CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads, a small model one (`threads`)")
+    console.print(
+        f"  CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads, a small model one (`threads`)"
+    )
     if devices["cpu_bf16"] is not None:
         console.print(f"  CPU, bfloat16: {_BF16[devices['cpu_bf16']]}", markup=False)
     for index, gpu in enumerate(devices["cuda"]):

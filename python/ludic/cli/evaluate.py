@@ -24,8 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import Progress
 
+from ludic.agents.tool_calls import describe_failing
 from ludic.cli.settings import expand_run_folder
-from ludic.errors import ConfigError, check_value
+from ludic.errors import ConfigError, check_value, escape_controls
 from ludic.files.atomic import write_text
 from ludic.images.store import ImageStore, use_store
 from ludic.models.places import check_place
@@ -300,6 +301,7 @@ def _make_problem_lines(result: EvaluationResult) -> Iterator[dict[str, Any]]:
             "question": question,
             "reference": texts[0].expected if texts else None,
             "texts": [s.text for s in texts],
+            **({"calls": [s.calls for s in texts]} if any(s.calls for s in texts) else {}),
             **counts,
         }
 
@@ -311,6 +313,8 @@ def show(console: Console, result: EvaluationResult, folder: Path) -> None:
         console.print(result.success.why_unknown("solved_at"), markup=False)
     for line in _describe_failures(result.measurement, has_accuracy=result.solved_at is not None):
         console.print(line, markup=False, style="red")
+    for line in describe_failing(step.info for rollout in result.rollouts for step in rollout.steps):
+        console.print(escape_controls(line), markup=False, style="yellow")
     right = "" if result.solved_at is None else f" An answer is right if its reward is at least {result.solved_at:g}."
     console.print(f"[bold]Rewarded part[/]: the reward sees {result.task.reward_sees}.{right}")
     files = {

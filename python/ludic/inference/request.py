@@ -170,6 +170,9 @@ class ToolRequest:
 
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any] | None = "auto"
+    keep_malformed: bool = False
+    """A text between the tags of a call that is no call becomes a call with an `error`, where the
+    client reads calls itself. Servers that read them make it the content of the message."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,9 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
                 f"an agent needs a task of one turn, and {recipe.task.kind} has up to {task.max_turns}; leave it out"
             )
         return WithAgent(task, agent)
-    return WithTools(task, ToolUse(functions, rollout.max_tool_turns, rollout.tool_timeout_s)) if functions else task
+    if not functions:
+        return task
+    return WithTools(task, ToolUse(functions, rollout.max_tool_turns, rollout.tool_timeout_s, rollout.malformed_tool_calls))
 
 
 def build_judge(recipe: Recipe) -> Judge:

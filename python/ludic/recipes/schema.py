@@ -14,6 +14,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.agents.tool_agent import MALFORMED
 from ludic.data.formats import FORMATS
 from ludic.recipes.agent_section import AgentSection
 from ludic.recipes.processes import InferenceSection, PlaceSection, QueueSection, RanksSection
@@ -164,6 +165,9 @@ class RolloutSection:
     tools, and is the answer."""
     tool_timeout_s: Optional[float] = 30.0  # noqa: UP045
     """Seconds after which a call of a tool is given up, and its result is an error; null: never."""
+    malformed_tool_calls: str = setting("error", choices=MALFORMED)
+    """A text between the tags of a call that is no call, such as broken JSON. `error`: a failed
+    call, and the model is told the fault. `answer`: the text is the answer."""
     mask_truncated: bool = False
     """Answers that the token limit cuts off are not trained; their rewards count in their group."""
     log_every: int = setting(least=0)

@@ -47,6 +47,8 @@ class Answer:
     """None if it could not be graded."""
     success: bool | None = None
     """None if nothing defines a right answer."""
+    calls: str = ""
+    """The model calls before the answer, as in a `Shown`."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,8 @@ class HeldOut:
             return Answer(str(problem.get("question", problem["id"])), "", str(problem.get("answer", "")), None)
         shown = self._task.show(problem, first)
         reward = first.total_reward
-        return Answer(shown.question, shown.text, shown.expected, reward, None if solved_at is None else reward >= solved_at)
+        success = None if solved_at is None else reward >= solved_at
+        return Answer(shown.question, shown.text, shown.expected, reward, success, shown.calls)
 
     async def eval(
         self,

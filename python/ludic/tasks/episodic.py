@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 from ludic.agents.tool_agent import CALLS_INFO, FAILED_INFO, ToolUse
+from ludic.agents.tool_calls import calls_of, describe_call
 from ludic.envs.env import SingleAgentEnv
 from ludic.images.content import show_content
 from ludic.inference.prompts.template import read_template_kwargs
@@ -103,6 +104,8 @@ class Shown(NamedTuple):
     text: str
     """What the model did."""
     expected: str
+    calls: str = ""
+    """The model calls before its answer, one on a line: calls of tools with their results."""
 
 
 class EpisodicTask(ABC):
@@ -362,7 +365,7 @@ def prompt_messages(problem: Mapping[str, Any]) -> Sequence[Message] | None:
 
 class WithCalls(WrappedTask):
     """`task`, with more calls of the model than its answers. The task sees the answers
-    only; people are shown the calls and their results too."""
+    only; people are shown the calls and their results next to them."""
 
     call_measures: Mapping[str, str]
     """Metrics in addition to the task's own rates, means over the answers."""
@@ -384,8 +387,10 @@ class WithCalls(WrappedTask):
         return {**self.task.measure(answers), **means}
 
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        shown = self.task.show(episode, keep_answers(rollout))
-        return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
+        before = [step for step in rollout.steps if step.info.get("intermediate_call")]
+        calls = [line for step in before for line in map(describe_call, calls_of(step.info))]
+        texts = [step.action for step in before if not calls_of(step.info)]
+        return self.task.show(episode, keep_answers(rollout))._replace(calls="\n".join([*calls, *texts]))
 
 
 MEASURES = {CALLS_INFO: "calls of tools before an answer", FAILED_INFO: "calls before an answer that failed"}

@@ -8,11 +8,12 @@ columns of the data set, as lists (a function that names `images` gets lists of 
 when they are read), and `completion_ids`, `trainer_state`, `log_extra`, `log_metric` and `is_eval`
 (whether the completions are measured and not trained on). A function gets the
 keywords in its signature, or all if it has `**kwargs`. If its signature has them, it also gets
-`tool_calls` and `tool_results`: lists of a completion's calls, in OpenAI's format, and of the texts
-that they returned; `verified`, the text that `agent.verify` wrote, or None; and `group_ids`, equal
-for answers to one problem that are compared. It can be a coroutine function; all coroutine
-functions of a batch run concurrently. A plain function blocks the thread that it runs in, and may
-have a deadline.
+`tool_calls`: a list of a completion's calls, each a mapping with `name`, `arguments` (an object),
+`result` (the text that the model got) and `failed`, and with the fields of OpenAI's format;
+`tool_results`: the results alone; `verified`, the text that `agent.verify` wrote, or None; and
+`group_ids`, equal for answers to one problem that are compared. It can be a coroutine function; all
+coroutine functions of a batch run concurrently. A plain function blocks the thread that it runs in,
+and may have a deadline.
 
 `register_reward` names a function for the `reward` of a recipe; the built-in verifiers have names.
 """
@@ -33,6 +34,7 @@ from functools import partial
 from numbers import Integral
 from typing import Any, TypeVar
 
+from ludic.agents.tool_calls import calls_of
 from ludic.data.rows_on_disk import Changed
 from ludic.envs.dataset_qa_env import prompt_shown
 from ludic.envs.ifeval import IFEvalReward
@@ -378,8 +380,9 @@ def _read_info(rollout: Rollout, name: str) -> Any:
     """A keyword of `NAMED`, from the info of the steps."""
     if name == "verified":
         return rollout.steps[-1].info.get(name)
-    infos = [{**step.info, **(step.info.get("chat_completion") or {})} for step in rollout.steps]
-    return [each for info in infos for each in info.get(name) or ()]
+    if name == "tool_results":
+        return [text for step in rollout.steps for text in step.info.get(name) or ()]
+    return [call for step in rollout.steps for call in calls_of(step.info)]
 
 
 class _Log:

@@ -2,6 +2,7 @@
 reading never fails, and how a call is forced."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from chat_tokenizers import bpe_tokenizer
@@ -69,6 +70,33 @@ def test_calls_have_openais_format():
 def test_a_malformed_call_gives_an_answer_without_calls(text):
     assert parse_tool_calls(text) == []
     assert assistant_message(text) == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("written", "fault"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}', "</tool_call> is missing"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1]}</tool_call>', "Expecting ',' delimiter"),
+        ('<tool_call>{"name": "add"}</tool_call>', "no name or no arguments"),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "it has no name, or its arguments are no object"),
+        (ADD + "<tool_call>{", "Expecting property name"),  # one of two is malformed
+    ],
+)
+def test_a_malformed_call_can_be_a_call_with_an_error(written, fault):
+    message = FORMATS["hermes"].message("So. " + written, first_id=2, keep_malformed=True)
+    [call] = message["tool_calls"]
+    assert (message["content"], call["id"], call["function"]) == ("So.", "call00002", {"name": "", "arguments": "{}"})
+    assert call["error"].startswith(fault)
+    assert call["text"] == written
+
+
+def test_only_tags_make_a_malformed_call():
+    """Llama's calls begin like any answer in JSON."""
+    keep = {"keep_malformed": True}
+    assert "tool_calls" not in FORMATS["llama"].message('{"answer": 3}', **keep)
+    assert "tool_calls" not in FORMATS["hermes"].message("no call", **keep)
+    assert FORMATS["llama"].message('<|python_tag|>{"answer": 3}', **keep)["tool_calls"][0]["error"]
+    assert FORMATS["hermes"].message(ADD, **keep) == FORMATS["hermes"].message(ADD)
 
 
 letters = st.text('ab<>"\\\n {}é😀', max_size=8)
@@ -276,3 +304,32 @@ def test_a_format_that_is_not_known_is_refused_before_the_run():
     encoder = PromptEncoder(bpe_tokenizer(HEAD + "{% for c in m.tool_calls or [] %}CALL {{ c.function }}{% endfor %}" + TAIL))
     with pytest.raises(ConfigError, match=r"writes a call as .*CALL"):
         encoder.tool_format(TOOLS)
+
+
+BROKEN = {
+    "hermes": "<tool_call>{",
+    "xml": "<tool_call><function",
+    "glm": "<tool_call>{}</tool_call>",
+    "mistral": "[TOOL_CALLS] [{",
+    "mistral named": "[TOOL_CALLS]look",
+    "deepseek": "<｜tool▁call▁begin｜>look",
+    "harmony": "<|channel|>commentary to=functions.look<|message|>{",
+    "gemma": "<|tool_call>look{}",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_answer_after_a_malformed_call_continues_its_tokens(name):
+    """The prompt with the result begins with what was read and sampled."""
+    encoder, text = encoder_of(name), "So. " + BROKEN[name]
+    dialogue = asked(keep_malformed=True)
+    prompt, message = answer_to(encoder, dialogue, text)
+    [call] = message["tool_calls"]
+    assert call["error"]
+    assert message["content"] == "So."
+    told = {"role": "tool", "tool_call_id": call["id"], "name": "", "content": "Error: unreadable"}
+    later = encoder.encode(replace(dialogue, messages=[*dialogue.messages, message, told]))
+    begun = [*prompt.ids, *encoder.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert (later.reason, later.ids[: len(begun)]) == ("continues", begun)
+    assert "Error: unreadable" in encoder.decode(later.ids[len(begun) :])
+    assert "tool_calls" not in answer_to(encoder, asked(), text)[1]

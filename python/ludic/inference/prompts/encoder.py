@@ -192,7 +192,8 @@ class PromptEncoder:
             if any(token in tool_format.tokens for token in special_tokens(self.tokenizer).values()):
                 written = cut_at_stop(prompt.begun + self.decode(said, special=True), stops)[1]
                 written = split_reasoning(written, opened=opened)[1] if splits_reasoning else written
-            called = tool_format.message(written, dialogue.tools, first_id=count_tool_calls(dialogue.messages))
+            first_id, keeps = count_tool_calls(dialogue.messages), dialogue.keep_malformed and trace.finish_reason != "length"
+            called = tool_format.message(written, dialogue.tools, first_id=first_id, keep_malformed=keeps)
             message = called if "tool_calls" in called else message
         if thought:
             message["reasoning_content"] = thought

@@ -284,6 +284,8 @@ class Dialogue:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     forced: str | None = None
     """The tool that the model must call; empty for any."""
+    keep_malformed: bool = False
+    """As of a `ToolRequest`."""
 
     @classmethod
     def of(cls, request: ChatCompletionRequest, messages: Sequence[Message] | None = None) -> Dialogue:
@@ -296,9 +298,9 @@ class Dialogue:
         if isinstance(choice, Mapping):
             name = (choice.get("function") or {}).get("name")
             check_value("the function of tool_choice", name, choices=tuple(tool["function"]["name"] for tool in tools))
-            return cls(shown, tools, given, name)
+            return cls(shown, tools, given, name, request.tools.keep_malformed)
         check_value("tool_choice", choice, "or name a function", choices=("auto", "none", "required"), optional=True)
-        return cls(shown, tools, given, "" if choice == "required" and tools else None)
+        return cls(shown, tools, given, "" if choice == "required" and tools else None, request.tools.keep_malformed)
 
     @cached_property
     def key(self) -> str:

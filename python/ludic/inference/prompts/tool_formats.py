@@ -40,35 +40,42 @@ class ToolFormat:
         """(where the calls begin, the calls) of an answer; (its length, []) if it has none, or if
         one of them is malformed. Never raises. The types of arguments that are written as plain
         text are those of the tools' schemas."""
+        start, calls, _ = self._find(text, tools)
+        return (start, calls) if calls else (len(text), [])
+
+    def _find(self, text: str, tools: Tools) -> tuple[int, list[Call], str]:
+        """(where the calls begin, the calls, why they cannot be read)."""
         begun = re.search(self.opening, text)
         if begun is None:
-            return len(text), []
+            return len(text), [], ""
         try:
             calls = self.parse(text[begun.start() :], tools)
             json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()  # half of a surrogate pair cannot be encoded
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            return len(text), []
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+            return begun.start(), [], str(error) or type(error).__name__
         valid = all(isinstance(name, str) and name and isinstance(arguments, dict) for name, arguments in calls)
-        return (begun.start(), calls) if calls and valid else (len(text), [])
+        fault = "" if calls and valid else "it has no name, or its arguments are no object"
+        return begun.start(), [] if fault else calls, fault
 
-    def message(self, text: str, tools: Tools = (), *, first_id: int = 0) -> Message:
+    def message(self, text: str, tools: Tools = (), *, first_id: int = 0, keep_malformed: bool = False) -> Message:
         """The answer as an OpenAI message: `content`, and `tool_calls` if the text has any.
 
         `content` is then the text before the first call, or None. Ids count up from `first_id` and
         have nine letters and digits, which the strictest templates require. One malformed call
-        makes the whole text an answer without calls, as on servers.
+        makes the whole text an answer without calls, as on servers. With `keep_malformed` a text
+        with the format's tags has one call instead, with `error`, the `text` from the tag on, and
+        without a name and arguments.
         """
-        start, calls = self.read(text, tools)
-        if not calls:
+        start, calls, fault = self._find(text, tools)
+        if not calls and not (fault and keep_malformed and any(tag in text for tag in self.tokens)):
             return {"role": "assistant", "content": text}
-        made = [
-            {
-                "id": f"call{first_id + number:05d}",
-                "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
-            }
-            for number, (name, arguments) in enumerate(calls)
+        written = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls] or [("", "{}")]
+        made: list[dict[str, Any]] = [
+            {"id": f"call{first_id + number:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for number, (name, arguments) in enumerate(written)
         ]
+        if fault:
+            made[0] |= {"error": fault, "text": text[start:]}
         return {"role": "assistant", "content": text[:start].rstrip() or None, "tool_calls": made}
 
 
@@ -226,7 +233,7 @@ def _after(pattern: str, text: str, position: int) -> int:
     """Where the pattern ends that begins at a position. Raises ValueError if it does not."""
     match = re.compile(pattern).match(text, position)
     if match is None:
-        raise ValueError(f"{pattern} is missing")
+        raise ValueError(pattern.removeprefix(r"\s*") + " is missing")
     return match.end()
 
 

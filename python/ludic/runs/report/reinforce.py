@@ -13,7 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ludic.agents.tool_calls import describe_failing
 from ludic.eval.statistics import Interval, difference_interval
+from ludic.files.jsonl import read_jsonl
 from ludic.recipes.mixture import Mixture
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import Progress, RunDirectory
@@ -46,6 +48,7 @@ _RATE_NAMES = {
     "greedy_reward": "held-out reward, greedy",
 }
 _SHOWN_EVALUATIONS = 12
+_SHOWN_CALLS = 8  # of an answer
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,10 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
             f"[bold]Lost[/]: {lost['failed']:,} training episodes failed, and {lost['dropped_groups']:,} groups were dropped for them; "
             "they are in no reward"
         )
+    if outcome.task.tool_use is not None and directory.rollouts.is_file():
+        rollouts = (rollout for _, rollout in read_jsonl(directory.rollouts))
+        for line in describe_failing(step["info"] for rollout in rollouts for step in rollout["steps"]):
+            console.print(_printable(line), markup=False, style="yellow")
     console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}")
     console.print(f"[bold]Rewarded part[/]: the reward sees {outcome.task.reward_sees}.")
     files = describe_files(directory, {directory.picture: "the reward curve"}, {directory.rollouts: "sampled episodes"})
@@ -320,18 +327,26 @@ def _make_answers_table(outcome: Outcome, measured: Mapping[str, Evaluation]) ->
     table = make_table("Sampled answers", columns)
     for same in zip(*answers, strict=True):
         reference = [Text(_shorten(same[0].expected))] if has_reference else []
-        table.add_row(Text(_shorten(same[0].question)), *reference, *(Text(*_format_answer(answer)) for answer in same))
+        table.add_row(Text(_shorten(same[0].question)), *reference, *map(_format_answer, same))
     return table
 
 
-def _format_answer(answer: Answer) -> tuple[str, str]:
-    """(text of the answer, colour)."""
+def _format_answer(answer: Answer) -> Text:
+    """The answer with its mark, and below it the calls before it."""
     if answer.reward is None:
-        return "? could not be graded", "yellow"
-    text = "".join(char if char.isprintable() else "·" for char in _shorten(answer.text))
+        return Text("? could not be graded", "yellow")
+    text = _printable(_shorten(answer.text))
     if answer.success is None:
-        return f"{answer.reward:.3g}  {text}", ""
-    return f"{'✓' if answer.success else '✗'} {text}", "green" if answer.success else "red"
+        shown = Text(f"{answer.reward:.3g}  {text}")
+    else:
+        shown = Text(f"{'✓' if answer.success else '✗'} {text}", "green" if answer.success else "red")
+    for call in answer.calls.splitlines()[:_SHOWN_CALLS]:
+        shown.append(f"\n  {_printable(_shorten(call))}", "dim")
+    return shown
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "·" for char in text)
 
 
 def _shorten(text: str, limit: int = 240) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ludic.agents.tool_calls import calls_of, describe_call
 from ludic.envs.dataset_qa_env import right_answer
 from ludic.errors import DataError
 from ludic.files.json_values import is_finite
@@ -40,7 +41,7 @@ class EpisodeTable:
         log-probabilities in -0.01 nats, mismatches in 0.001 nats, facts, judged]; a number refers
         to `pieces`. A mismatch is the trainer's log-probability minus the sampler's; there are none
         of a batch that the trainer did not log. None stands for a number that is not finite. Facts
-        are texts: the right answer, and the reward of each function. `judged`, a text, has what a
+        are texts: calls of tools, the right answer, and the reward of each function. `judged`, a text, has what a
         judge was asked and its verdicts. An episode that failed has no group, the reward None, no
         turn or one, and its error at the end."""
         self.pieces: list[str] = []
@@ -145,7 +146,7 @@ class EpisodeTable:
                 round(1000 * (mine - logp)) if is_finite(mine) and is_finite(logp) else None
                 for mine, logp in zip(own, logps, strict=False)
             ],
-            [*_describe_call(info), *([f"right answer {right}"] if right else []), *named],
+            [*_describe_call(info), *_describe_tools(info), *([f"right answer {right}"] if right else []), *named],
             _show_judged(info),
         ]
 
@@ -168,6 +169,11 @@ def _show_judged(info: Mapping[str, Any]) -> str:
     asked = _read_object(info, "reward_log").get("judge")
     entries = [entry for entry in asked if isinstance(entry, dict)] if isinstance(asked, list) else []
     return "\n\n".join(f"{entry.get('prompt')}\n\n{json.dumps(entry.get('verdict'))}" for entry in entries)
+
+
+def _describe_tools(info: Mapping[str, Any]) -> list[str]:
+    """The calls of tools, each on a line, and whether it failed."""
+    return [f"calls {describe_call(call, 80)}{' (failed)' if call['failed'] else ''}" for call in calls_of(info)]
 
 
 def _read_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
