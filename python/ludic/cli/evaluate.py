@@ -435,6 +435,8 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
         if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in for_recipe):
             raise ConfigError(f"k ({k}) needs a temperature above 0, at which answers differ; leave k out, or set temperature")
         recipe.evaluation.samples_per_prompt = 1
+    if recipe.task.kind == "harbor" and any(argument.startswith("data=") for argument in for_recipe):
+        settings.suite = settings.suite or "all"  # of tasks that the command names
     return recipe, settings
 
 

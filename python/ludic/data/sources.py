@@ -255,6 +255,12 @@ def is_local(source: str) -> bool:
     )
 
 
+def list_task_folders(source: str | Path) -> list[Path]:
+    """The tasks in Harbor's format: the folder itself, or those in it. Empty for all else."""
+    folder = Path(source).expanduser()
+    return [folder] if (folder / "task.toml").is_file() else sorted(path.parent for path in folder.glob("*/task.toml"))
+
+
 def suggest_path(path: Path, otherwise: str) -> str:
     """As `ludic.errors.did_you_mean`, with the files and folders that lie where `path` would."""
     near = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], n=1)

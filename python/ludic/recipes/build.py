@@ -25,10 +25,12 @@ from ludic.tasks.code import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
 from ludic.tasks.episodic import WithTools
 from ludic.tasks.errand import Errand
+from ludic.tasks.harbor import Harbor
 from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym
 from ludic.tasks.rewards import success_of
 from ludic.tasks.shapes import Shapes
+from ludic.tasks.terminal import Terminal
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.callbacks import Callback, CompletionTable, KeepBest, OffPolicyGuard, PushToHub, StopOnMetric
 from ludic.training.callbacks.base import check_watched
@@ -59,6 +61,8 @@ TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "tools": Tools,
     "errand": Errand,
     "shapes": Shapes,
+    "terminal": Terminal,
+    "harbor": Harbor,
 }
 
 
@@ -78,6 +82,8 @@ def build_task(
         rows = TaskData(data, streaming=streaming, **{name: value for name, value in section.args.items() if name in names})
         rest = {name: value for name, value in section.args.items() if name not in names}
         return _call(make, {**rest, **explicit, "data": rows}, "task.args", also=names)
+    if section.kind == "harbor" and not streaming and (reward or eval_reward) is None:
+        return _call(Harbor, {**section.args, "data": data}, "task.args")
     if streaming or any(given is not None for given in (data, reward, eval_reward)):
         raise ConfigError(f"data, reward and streaming need task.kind=data; task.kind ({section.kind}) makes its own problems")
     return build_named(TASKS, section)

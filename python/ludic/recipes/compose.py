@@ -25,6 +25,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ludic.data.sources import list_task_folders
 from ludic.errors import ConfigError, did_you_mean
 from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.environments import check_environments
@@ -227,6 +228,9 @@ def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Overr
     kind = overridden.get("task.kind", OmegaConf.select(user, "task.kind"))
     has_rows = any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward"))
     default = "data" if has_rows or kind == "reasoning_gym" else "sort"  # for a pretrained model
+    data = overridden.get("data", user.get("data"))
+    if kind == "harbor" or (kind is None and isinstance(data, str) and list_task_folders(data)):
+        default = "harbor"
     base_name = overridden.get("recipe", user.get("recipe", default) if is_file else source or default)
     layers = [*_read_bases(str(base_name)), (str(source), user)]
     given = [overridden, *(layer for _, layer in reversed(layers))]

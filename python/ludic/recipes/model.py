@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def build_policy(recipe: Recipe) -> tuple[Any, Any]:
     """(model, tokenizer). The weights of a small model are drawn from torch's global generator,
     which the caller seeds."""
-    if recipe.model is None and recipe.task.kind == "data" and not has_warmup(recipe):
+    if recipe.model is None and recipe.task.kind in ("data", "harbor") and not has_warmup(recipe):
         raise ConfigError("a problem of your own needs model=DIRECTORY; for the untrained small model, set warmup.data")
     if recipe.model is not None:  # before the tokenizer, so that an error names the model
         model = build_model(recipe, None)

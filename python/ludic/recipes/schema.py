@@ -48,9 +48,9 @@ class TaskSection:
     """The problems, their teacher and their verifier."""
 
     kind: str = MISSING
-    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `errand`, `shapes`,
-    `reasoning_gym`, `data` (with `data` and `reward`), or a class of your own as
-    `package.module:Class`."""
+    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `errand`, `terminal`, `shapes`,
+    `reasoning_gym`, `data` (with `data` and `reward`), `harbor` (with a folder of tasks as `data`),
+    or a class of your own as `package.module:Class`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
 

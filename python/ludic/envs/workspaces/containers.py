@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from uuid import uuid4
 
 from ludic.envs.code_exec.containers import OWNER, PULL_S, START_S, this_process
 from ludic.envs.code_exec.podman_sandbox import ContainerRemover
-from ludic.envs.workspaces.workspace import KEPT_BYTES, RELAY, RUN, Ended, Workspace, run_program, tell
+from ludic.envs.workspaces.workspace import RELAY, RUN, Ended, Workspace, read_file, run_program, tell, text_of_file
 from ludic.errors import GradingError, RolloutError
 from ludic.event_loop import run_to_completion
 
@@ -24,16 +25,19 @@ LIMITS = ["--memory", "4g", "--pids-limit", "512", *(f"--ulimit={name}={most}:{m
 
 
 class ContainerWorkspace(Workspace):
-    """A container of `image`, without a network and without capabilities. What a command installs
-    is there for the next one; the processes of an earlier one are not.
+    """A container of `image`, without capabilities, and without a network unless `network` names
+    one. What a command installs is there for the next one; the processes of an earlier one are not.
 
     `program` is `docker` or `podman`; its daemon must run on this machine, since folders are
     mounted. `mounts` are shown at their own paths, to read alone; `arguments` are further ones of
     `docker create`.
     """
 
-    def __init__(self, program: str, image: str, *, mounts: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, program: str, image: str, *, mounts: Sequence[str] = (), arguments: Sequence[str] = (), network: str = "none"
+    ) -> None:
         super().__init__()
+        self._network = network
         self._program, self._image, self._mounts, self._arguments = str(shutil.which(program)), image, mounts, arguments
         self._name = f"ludic-agent-{uuid4().hex[:12]}"
         self._has_run = False
@@ -42,18 +46,24 @@ class ContainerWorkspace(Workspace):
     def variables(self) -> dict[str, str]:
         return {"LANG": "C.UTF-8"}  # the image has the others
 
-    async def start(self, files: Path | None, texts: Mapping[str, str]) -> None:
+    async def start(self, files: Path | None = None, texts: Mapping[str, str] = MappingProxyType({})) -> None:
         await run_to_completion(asyncio.to_thread(_remover, self._program))
         await super().start(files, texts)
         if self.socket is not None and self.socket.exists():
             self.socket.chmod(0o666)  # the image says as which user its programs run
-        async with asyncio.timeout(START_S):
-            known = await run_program([self._program, "image", "inspect", "--", self._image])
-        if known.code:
-            await self._ask("pull", "--", self._image, timeout_s=PULL_S)
+        await self._have_image()
         volumes = [(str(self._run), RUN), *((path, path) for path in self._mounts)]
         shown = [part for source, target in volumes for part in ("--volume", f"{source}:{target}:ro")]
-        options = ["--name", self._name, "--label", f"{OWNER}={this_process()}", "--network", "none", "--log-driver", "none"]
+        options = [
+            "--name",
+            self._name,
+            "--label",
+            f"{OWNER}={this_process()}",
+            "--network",
+            self._network,
+            "--log-driver",
+            "none",
+        ]
         options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
         for command in (  # the relay alone is a first process, which reaps orphans and waits
             ["create", *options, *LIMITS, *shown, *self._arguments, "--entrypoint", RELAY[0], "--", self._image],
@@ -62,6 +72,12 @@ class ContainerWorkspace(Workspace):
         ):
             await run_to_completion(self._ask(*command))  # what is cancelled half-way cannot be removed
 
+    async def _have_image(self) -> None:
+        async with asyncio.timeout(START_S):
+            known = await run_program([self._program, "image", "inspect", "--", self._image])
+        if known.code:
+            await self._ask("pull", "--", self._image, timeout_s=PULL_S)
+
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
         await self._end_processes()
         self._has_run = True
@@ -69,11 +85,14 @@ class ContainerWorkspace(Workspace):
 
     async def put(self, source: Path, name: str) -> str:
         await self._end_processes()
-        return await super().put(source, name)
+        if not name.startswith("/"):
+            return await super().put(source, name)
+        await self._exec("rm", "-rf", "--", name)
+        await run_to_completion(self._ask("cp", f"{source}/.", f"{self._name}:{name}"))
+        return name
 
     async def get(self, name: str) -> str | None:
-        ended = await self._exec("sh", "-c", f'[ -f "$1" ] && exec head -c {KEPT_BYTES} -- "$1"', "sh", name)
-        return None if ended.code else ended.stdout
+        return text_of_file(await self._exec(*read_file(name)))
 
     async def stop(self) -> None:
         try:

@@ -43,6 +43,8 @@ RELAY = (f"{RUN}/relay", f"{RUN}/gateway.sock", str(PORT))
 SANDBOX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIMITS = f"nproc=512 fsize={1 << 30}"
 """Of a sandbox of bubblewrap: processes and threads, bytes of a file."""
+NO_FILE = 90
+"""An exit status that programs and `docker exec` do not have."""
 LONGEST_ANSWER = 2**26
 """Bytes, as JSON, of a forked process."""
 LONGEST_SOCKET = 100
@@ -121,12 +123,17 @@ class Workspace(ABC):
             (copied / name).write_text(text, encoding="utf-8", errors="replace")
 
     def _delete(self) -> None:
-        # Python 3.11 removes folders by recursion, which a deep one exceeds.
-        for command in (["chmod", "-R", "u+rwX", str(self._base)], ["rm", "-rf", "--", str(self._base)]):
-            try:
-                subprocess.run(command, check=False, capture_output=True, timeout=STOP_S)
-            except subprocess.TimeoutExpired:
-                logger.warning("%s could not be deleted within %g s", self._base, STOP_S)
+        delete_folder(self._base)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a folder that programs of an agent have written, whatever its rights and depth."""
+    # Python 3.11 removes folders by recursion, which a deep one exceeds.
+    for command in (["chmod", "-R", "u+rwX", str(path)], ["rm", "-rf", "--", str(path)]):
+        try:
+            subprocess.run(command, check=False, capture_output=True, timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("%s could not be deleted within %g s", path, STOP_S)
 
 
 class FolderWorkspace(Workspace):
@@ -196,10 +203,18 @@ class BubblewrapWorkspace(FolderWorkspace):
 
     def _copy(self, source: Path | None, copied: Path, texts: Mapping[str, str]) -> None:
         super()._copy(source, copied, texts)
+        self._give(copied)
+
+    def _give(self, copied: Path) -> None:
+        """Make the user of the sandbox the owner."""
         if self._user:
             self._base.chmod(0o711)
             for path in (copied, *copied.rglob("*")):
                 os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+    def _show_files(self) -> list[str]:
+        """The arguments for what commands may write."""
+        return ["--bind", str(self._files), self.folder]
 
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
         """The relay is the first process of a sandbox: all others end with it."""
@@ -235,7 +250,7 @@ class BubblewrapWorkspace(FolderWorkspace):
         process."""
         python, size = find_python(None, others=bool(self._user)), str(64 << 20)
         arguments = ["--as-pid-1", *isolate(python), "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
-        arguments += ["--ro-bind", str(self._run), RUN, "--bind", str(self._files), self.folder]
+        arguments += ["--ro-bind", str(self._run), RUN, *self._show_files()]
         for path in self._mounts:
             arguments += ["--ro-bind", path, path]
         arguments += [*more, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.folder, "--clearenv"]
@@ -253,6 +268,19 @@ def tell(variables: Mapping[str, str], limits: str = "") -> bytes:
     one."""
     told = [*(os.fsencode(f"{name}={value}") for name, value in variables.items()), b""]
     return f"{limits}\n".encode() + b"".join(b"%d:%b" % (len(each), each) for each in told)
+
+
+def read_file(name: str) -> list[str]:
+    """The program of a sandbox that writes the beginning of a file: see `text_of_file`."""
+    script = f'[ -f "$1" ] && [ -r "$1" ] || exit {NO_FILE}; exec head -c {KEPT_BYTES} -- "$1"'
+    return ["/bin/sh", "-c", script, "sh", name]
+
+
+def text_of_file(ended: Ended) -> str | None:
+    """What `read_file` wrote, None if there is no such file. Raises RolloutError if it failed."""
+    if ended.code not in (0, NO_FILE):
+        raise RolloutError(f"a file of the sandbox could not be read, with status {ended.code}: {ended.stderr.strip()[-500:]}")
+    return None if ended.code else ended.stdout
 
 
 async def run_program(
