@@ -5,7 +5,6 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
@@ -115,8 +114,9 @@ async def test_several_commands_of_an_episode_solve_a_task(given, tmp_path, plac
 @pytest.mark.integration
 @pytest.mark.parametrize("episodes", [40, pytest.param(500, marks=pytest.mark.slow)])
 async def test_a_sandbox_that_is_killed_never_makes_a_wrong_verdict(episodes, tmp_path, places):
-    """A random process of a random sandbox is killed again and again. Every second episode is played
-    right, the others wrong; those that were not lost have the verdict of an undisturbed one."""
+    """A random process of a random sandbox is killed again and again. Every second episode is
+    played right, the others wrong; those that were not lost have the verdict of an
+    undisturbed one."""
     draw, results, killed = random.Random(11), Counter(), 0
     given = [task for task in TASKS if len(task.commands) == 3]
     tasks = [read_task(task.write(tmp_path)) for task in given]
@@ -173,16 +173,16 @@ def sandbox_processes(places):
 @pytest.mark.integration
 async def test_what_an_agent_left_does_not_reach_the_verdict(tmp_path):
     """A reward of its own, tests of its own, processes that write later, locked folders."""
-    task = own_task(tmp_path, test='[ -f /app/done ] && echo 1 >/logs/verifier/reward.txt || echo 0 >/logs/verifier/reward.txt')
+    task = own_task(tmp_path, test="[ -f /app/done ] && echo 1 >/logs/verifier/reward.txt || echo 0 >/logs/verifier/reward.txt")
     cheats = [
-        'mkdir -p /logs/verifier; echo \'{"reward": 1}\' >/logs/verifier/reward.json',
+        "mkdir -p /logs/verifier; echo '{\"reward\": 1}' >/logs/verifier/reward.json",
         "ln -s /app /logs/verifier; echo 1 >/app/reward.txt",
         "mkdir -p /logs/verifier/x; touch /logs/verifier/x/y; chmod 0 /logs/verifier/x; chmod 500 /logs",
-        "(while true; do echo 1 >/logs/verifier/reward.txt; touch /app/done; done) & disown",
+        "(while true; do mkdir -p /logs/verifier; echo 1 >/logs/verifier/reward.txt; done) & disown",
         "mkdir -p /tmp/tests; echo 'echo 1 >/logs/verifier/reward.txt' >/tmp/tests/test.sh; ln -s /tmp/tests /tests",
     ]
     for cheat in cheats:
-        assert await judge(task, cheat) == 0.0 if "while" not in cheat else await judge(task, cheat) in (0.0, 1.0), cheat
+        assert await judge(task, cheat) == 0.0, cheat
     assert await judge(task, "touch done") == 1.0
 
 
@@ -213,7 +213,8 @@ def test_the_numbers_of_reward_json_are_read(numbers):
 
 
 @pytest.mark.parametrize(
-    ("as_json", "as_text"), [(None, None), (None, ""), ("[1]", None), ("{", "1"), ('{"reward": NaN}', "1"), ('{"reward": true}', None)]
+    ("as_json", "as_text"),
+    [(None, None), (None, ""), ("[1]", None), ("{", "1"), ('{"reward": NaN}', "1"), ('{"reward": true}', None)],
 )
 def test_other_content_has_no_reward(as_json, as_text):
     with pytest.raises(GradingError):
@@ -226,7 +227,11 @@ def test_a_command_is_in_tags_or_a_call_of_the_tool():
     call = {"name": "bash", "arguments": {"command": "ls"}}
     assert read_tagged(f"<tool_call>{json.dumps(call)}</tool_call>") == "ls"
     assert read_tagged(f"<tool_call>{json.dumps({**call, 'arguments': json.dumps(call['arguments'])})}</tool_call>") == "ls"
-    for text in ("<bash>ls", "<tool_call>{</tool_call>", '<tool_call>{"name": "python", "arguments": {"command": "1"}}</tool_call>'):
+    for text in (
+        "<bash>ls",
+        "<tool_call>{</tool_call>",
+        '<tool_call>{"name": "python", "arguments": {"command": "1"}}</tool_call>',
+    ):
         with pytest.raises(NoCommandError):
             read_tagged(text)
 
@@ -251,7 +256,7 @@ async def test_what_the_model_sees_of_its_commands(tmp_path, places):
     shown = [outcome.obs for outcome in outcomes]
     assert shown[0].startswith("1\ncat: b: ")
     assert shown[1].startswith("1\n2\n3\n4\n5\n\n... ")
-    assert shown[1].endswith("\n998\n999\n1000")
+    assert shown[1].endswith("\n999\n1000")
     assert shown[2] == "The command was ended after 2 s, and its output is lost."
     assert shown[3].startswith("No command was run: ")
     assert shown[4] == "(exit status 3)"
@@ -281,12 +286,12 @@ async def test_bubblewrap_has_the_files_of_the_dockerfile_and_keeps_what_is_writ
     sandbox = choose_sandbox(read_task(task.folder), "bubblewrap")()
     try:
         await sandbox.start()
-        script = 'pwd; cat "a b" c /opt/sub/c; echo $ONE $TWO $THREE $HOME; echo kept >/tmp/x; touch /etc/x /usr/x /x 2>/dev/null; ls /x /etc/x'
+        script = 'pwd; cat "a b" c /opt/sub/c; echo $ONE $TWO $THREE $HOME; echo kept >/tmp/x'
         text, _ = await run_script(sandbox, script, {}, timeout_s=30)
         assert text.splitlines()[:2] == ["/data/in", "1221 2 2 three 3 /root"]
-        assert text.count("No such file") == 2
+        text, _ = await run_script(sandbox, "touch /etc/x /usr/x /x; rm /bin", {}, timeout_s=30)
+        assert text.count("Read-only file system") == 4
         assert await sandbox.get("/tmp/x") == "kept\n"
         assert await sandbox.get("/tmp/y") is None
     finally:
         await sandbox.stop()
-    assert shutil.which("bwrap") is not None

@@ -194,12 +194,11 @@ def choose_sandbox(task: HarborTask, kind: str, *, network: bool = False) -> Cal
     check_value("task.args.sandbox", kind, "or module:name of your own", choices=SANDBOXES)
     program = kind if kind != "auto" else next(filter(_is_ready, ("docker", "podman")), "bubblewrap")
     if not _is_ready(program):
-        raise ConfigError(f"task.args.sandbox ({kind}) needs {program}, which is not installed or may not be used here")
+        needed = "Docker, Podman or bubblewrap" if kind == "auto" else program
+        raise ConfigError(f"task.args.sandbox ({kind}) needs {needed}, which is not installed or may not be used here")
     if program != "bubblewrap":
         return lambda: TaskContainer(program, task, network=network and task.allows_network)
     copies, folder, variables = plan_root(task)
-    if kind == "auto" and not _is_ready("bubblewrap"):
-        raise ConfigError(f"the task {task.folder} needs Docker, Podman or bubblewrap; install one of them")
     return lambda: BubblewrapRoot(copies, folder=folder, env={**variables, **task.env})
 
 

@@ -39,14 +39,11 @@ class Sandbox(Protocol):
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
         """Run a program to its end, in the working directory, with these variables besides the
         sandbox's own; no process of an earlier one runs beside it. Returns its exit status, and at
-        least the last 64 kB of its two streams."""
+        least the last 256 kB of its two streams."""
 
     async def put(self, source: Path, name: str) -> str:
         """Copy a folder of this machine to the absolute path `name`, in place of what is there.
         Returns the path."""
-
-    async def get(self, name: str) -> str | None:
-        """The beginning of a file, of 64 kB and one byte at least. None if there is no file."""
 
     async def stop(self) -> None:
         """Delete the sandbox, also one whose start has failed."""
