@@ -41,9 +41,9 @@ class EpisodeTable:
         log-probabilities in -0.01 nats, mismatches in 0.001 nats, facts, judged]; a number refers
         to `pieces`. A mismatch is the trainer's log-probability minus the sampler's; there are none
         of a batch that the trainer did not log. None stands for a number that is not finite. Facts
-        are texts: calls of tools, the right answer, and the reward of each function. `judged`, a text, has what a
-        judge was asked and its verdicts. An episode that failed has no group, the reward None, no
-        turn or one, and its error at the end."""
+        are texts: calls of tools, the right answer, and the reward of each function. `judged`, a
+        text, has what a judge was asked and its verdicts. An episode that failed has no group, the
+        reward None, no turn or one, and its error at the end."""
         self.pieces: list[str] = []
         """Texts of tokens."""
         self.counts: dict[int, int] = {}
