@@ -81,6 +81,7 @@ def test_a_number_is_refused_if_and_only_if_it_is_out_of_bounds(number, value):
     ("arguments", "message"),
     [
         (["queue.order=arival", "actors=1"], r"queue\.order \(arival\) .*exact, arrival; .*mean arrival\?"),
+        (["inference.routing=prefix"], r"inference\.routing \(prefix\) needs inference\.kind=vllm"),
         (["reward_model_args={dtype: auto}"], r"reward_model_args \(.*\) needs reward_model;"),
         (["lora.alpha=2"], r"lora\.alpha \(2\.0\) needs lora\.rank;"),
         (["lora.target_modules=[q_proj]"], r"lora\.target_modules \(.*\) needs lora\.rank"),

@@ -184,7 +184,11 @@ class InferenceSection:
     push_wait_s: float = setting(10.0, least=0)
     """Seconds that a push waits for the other servers of `place.servers` once one has the new
     weights. Those that need longer are sent no requests until they have them."""
-    routing: str = setting("least_busy", choices=("least_busy", "session", "prefix"))
+    routing: str = setting(
+        "least_busy",
+        choices=("least_busy", "session", "prefix"),
+        needs="inference.kind=vllm or inference.python or inference.url",
+    )
     """Which of several servers gets a request: the least busy one; the one of the episode's last
     request; or the one that has cached most of the prompt. An overloaded one is passed over."""
     max_kv_use: Optional[float] = setting(0.9, above=0, most=1, optional=True)  # noqa: UP045
