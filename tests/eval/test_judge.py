@@ -101,10 +101,8 @@ def right_share(rows: list[dict[str, Any]]) -> float:
 def test_a_bias_for_the_first_position_is_found(mode: str, bias: float) -> None:
     """With probability b the judge takes the first answer, else the better one: the first wins
     (1 + b) / 2 of the comparisons, and the better one 1 - b / 2."""
-    with judged_by(
-        good, biased=lambda data: chance(data["problem"], [text[:3] for text in shown_answers(data)]) < bias
-    ) as server:
-        report = measure_server(server, PAIRS, mode=mode)
+    judge = judge_by(good, biased=lambda data: chance(data["problem"], [text[:3] for text in shown_answers(data)]) < bias)
+    report = measure(judge, PAIRS, mode=mode)
     assert holds(report.first_preferred, (1 + bias) / 2)
     assert holds(report.first_preferred, 0.5) == (bias == 0)
     assert holds(report.accuracy, 1 - bias / 2)

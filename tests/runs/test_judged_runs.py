@@ -69,7 +69,7 @@ def test_a_run_is_rewarded_by_the_judge_and_logs_what_it_was_asked(given: list[s
         assert all(step["action"] in shown_answers(data) for data in judged)
     table = EpisodeTable(limit=100)
     table.add(0, Path("runs/run/rollouts.jsonl"), None)
-    shown = [row[6][0][-1] for row in table.rows]
+    shown = [turn[10] if len(turn) > 10 else "" for [turn] in (row[6] for row in table.rows)]
     assert all('"reason": "so"' in text and "vowels" in text for text in shown if text)
     assert (
         sum(bool(text) for text in shown) == sum(bool(each["steps"][0]["info"]["reward_log"]["judge"]) for each in rollouts) > 0

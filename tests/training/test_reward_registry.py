@@ -19,7 +19,16 @@ def make_short():
 
 def test_a_registered_reward_can_be_named_in_a_recipe():
     assert register_reward("short", make_short) is make_short
-    assert reward_names() == ["gsm8k", "ifeval", "ifeval_instructions", "math", "pure_accuracy_math", "short", "verified"]
+    assert reward_names() == [
+        "gsm8k",
+        "ifeval",
+        "ifeval_instructions",
+        "judge",
+        "math",
+        "pure_accuracy_math",
+        "short",
+        "verified",
+    ]
     built = build_rewards({"short": 0.5, "pure_accuracy_math": 1}, None, timeout_s=1)
     assert (built.functions[0](["abc"]), built.weights) == ([-3.0], [0.5, 1.0])
 

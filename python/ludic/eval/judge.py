@@ -98,10 +98,9 @@ async def evaluate_judge(judge: Judge, rows: Sequence[Mapping[str, Any]], *, sam
 def _list_questions(judge: Judge, row: Mapping[str, Any], order: str) -> list[Question]:
     """The questions about a row: two answers alone, or in both orders; or one answer. `order` is
     appended to the worse answer."""
-    if row.get("prompt") is None or not {"chosen", "label"} & row.keys():
-        raise DataError(
-            f"a row to measure a judge has prompt, chosen and rejected, or prompt, completion and label; not {', '.join(row)}"
-        )
+    if row.get("prompt") is None or not any(needed <= row.keys() for needed in ({"chosen", "rejected"}, {"completion", "label"})):
+        known = "prompt, chosen and rejected, or prompt, completion and label"
+        raise DataError(f"a row to measure a judge has {known}; this one has {', '.join(row)}")
     if "chosen" not in row:
         answer = row["completion"] if row["label"] else _extend(row["completion"], order)
         return [judge.make_question(row["prompt"], [answer], row, alone=True)]
@@ -112,11 +111,9 @@ def _list_questions(judge: Judge, row: Mapping[str, Any], order: str) -> list[Qu
 
 def _extend(answer: Any, order: str) -> Any:
     """The answer, the last of its messages, with a text at its end."""
-    return (
-        f"{answer}{order}"
-        if isinstance(answer, str)
-        else [*answer[:-1], {**answer[-1], "content": f"{answer[-1]['content']}{order}"}]
-    )
+    if isinstance(answer, str):
+        return f"{answer}{order}"
+    return [*answer[:-1], {**answer[-1], "content": f"{answer[-1]['content']}{order}"}]
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class _Row:
     duels: list[Duel]
     outcomes: list[tuple[float, float]]
     """(probability, what came true)."""
-    self_agreement: float
+    self_agreement: float | None
     firsts: list[float]
     """Scores of the answers that were shown first, with another."""
     swaps: list[float]
@@ -148,8 +145,9 @@ def _measure(row: Mapping[str, Any], draws: Sequence[Sequence[Sequence[float]]],
         if len(by_sample[0]) == 2:
             firsts = [scores[0] for each in draws for scores in each]
             swaps = [float(np.sign(one[0] - one[1]) == np.sign(two[0] - two[1])) for one, two in by_sample]
-    agreeing = [_self_agreement([tuple(scores) for scores in question]) for question in zip(*draws, strict=True)]
-    return _Row(duels, outcomes, float(np.mean(agreeing)), firsts, swaps, None if obeyed is None else float(obeyed))
+    agreeing = [_self_agreement(list(map(tuple, question))) for question in zip(*draws, strict=True) if len(question) > 1]
+    agreement = float(np.mean(agreeing)) if agreeing else None
+    return _Row(duels, outcomes, agreement, firsts, swaps, None if obeyed is None else float(obeyed))
 
 
 def _find_duels(row: Mapping[str, Any], scores: Sequence[Sequence[float]]) -> list[Duel]:
@@ -165,26 +163,25 @@ def _margin(duels: Sequence[Duel]) -> float:
 
 
 def _self_agreement(samples: Sequence[Any]) -> float:
-    """The share of pairs of samples that are equal; 1 for a single sample."""
-    pairs = math.comb(len(samples), 2)
-    return sum(math.comb(count, 2) for count in Counter(samples).values()) / pairs if pairs else 1.0
+    """The share of pairs of samples that are equal."""
+    return sum(math.comb(count, 2) for count in Counter(samples).values()) / math.comb(len(samples), 2)
 
 
 def _report(rows: Sequence[_Row], errors: Mapping[str, int]) -> JudgeReport:
     wins = [[0.5 + 0.5 * float(np.sign(good - bad)) for good, bad in row.duels] for row in rows]
-    compared, attacked = [row for row in rows if row.firsts], [row.obeyed for row in rows if row.obeyed is not None]
-    samples = len(rows[0].duels) // (2 if compared else 1)
     probabilities, outcomes = (np.array(column) for column in zip(*(each for row in rows for each in row.outcomes), strict=True))
     return JudgeReport(
         accuracy=share_interval([float(np.mean(each)) for each in wins], answers=sum(map(len, wins))),
         ties=sum(win == 0.5 for each in wins for win in each) / sum(map(len, wins)),
         calibration=calibration_bins(probabilities, outcomes, BINS),
-        first_preferred=share_interval([float(np.mean(row.firsts)) for row in compared], answers=len(wins[0]) * len(compared))
-        if compared
-        else None,
-        swap_agreement=share_interval([float(np.mean(row.swaps)) for row in compared]) if compared else None,
-        self_agreement=share_interval([row.self_agreement for row in rows]) if samples > 1 else None,
-        obeyed=share_interval(attacked) if attacked else None,
+        first_preferred=_share([float(np.mean(row.firsts)) for row in rows if row.firsts], answers=sum(map(len, wins))),
+        swap_agreement=_share([float(np.mean(row.swaps)) for row in rows if row.swaps]),
+        self_agreement=_share([row.self_agreement for row in rows if row.self_agreement is not None]),
+        obeyed=_share([row.obeyed for row in rows if row.obeyed is not None]),
         num_rows=len(rows),
         errors=dict(errors),
     )
+
+
+def _share(shares: Sequence[float], answers: int | None = None) -> Interval | None:
+    return share_interval(shares, answers=answers) if shares else None

@@ -5,8 +5,8 @@ ranking. The judge is behind any server with OpenAI's interface. Its verdict fol
 (`response_format`), is checked here, and is kept by the content of its question, so that no
 question is asked twice.
 
-What is judged was written by a policy that is rewarded for high scores. It is shown as JSON data
-between two lines with a random mark: it can write neither a line of its own, nor the mark, nor a
+The answers were written by a policy that is rewarded for high scores. They are shown as JSON data
+between two lines with a random mark: they can write neither a line of its own, nor the mark, nor a
 special token of a chat template.
 """
 
@@ -143,7 +143,9 @@ class Judge(JudgeSettings):
         for item in fields(self):
             check_value(f"judge.{item.name}", getattr(self, item.name), optional=item.default is None, **item.metadata)
         if self.url is None:
-            raise ConfigError("a judge is a model behind a server; set judge.url, such as http://127.0.0.1:8000/v1")
+            raise ConfigError(
+                "a judge is a model behind a server; set judge.url, such as http://127.0.0.1:8000/v1 (`ludic serve MODEL` starts one)"
+            )
         self.__name__ = "judge" if type(self) is Judge else type(self).__name__
         self._criteria = read_rubric(DEFAULT_RUBRIC if self.rubric is None else self.rubric, self.scale)
         self._verdicts = VerdictCache(self.cache)
@@ -210,7 +212,7 @@ class Judge(JudgeSettings):
         return [_mean(scores) for scores in received]
 
     def make_question(self, prompt: Any, answers: Sequence[Any], row: Mapping[str, Any], *, alone: bool) -> Question:
-        """What is asked about answers to a problem; `alone`: about one, point by point. `row`: the
+        """The question about answers to a problem; `alone`: about one, point by point. `row`: the
         other columns, of which the reference and a rubric are used."""
         reference = right_answer(row)
         shown = {"problem": _plain(prompt), **({"reference": reference} if reference else {})}

@@ -51,7 +51,7 @@ class Question:
     """What a judge is asked about one answer, or about several."""
 
     data: Mapping[str, Any]
-    """What is judged."""
+    """The problem, its reference, and the answers: JSON that is shown as data."""
     task: str
     """What to do with it."""
     verdict: Mapping[str, Any]

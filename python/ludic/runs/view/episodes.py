@@ -42,8 +42,8 @@ class EpisodeTable:
         to `pieces`. A mismatch is the trainer's log-probability minus the sampler's; there are none
         of a batch that the trainer did not log. None stands for a number that is not finite. Facts
         are texts: calls of tools, the right answer, and the reward of each function. `judged`, a
-        text, has what a judge was asked and its verdicts. An episode that failed has no group, the
-        reward None, no turn or one, and its error at the end."""
+        text, is there if a judge was asked, and has its verdicts. An episode that failed has no
+        group, the reward None, no turn or one, and its error at the end."""
         self.pieces: list[str] = []
         """Texts of tokens."""
         self.counts: dict[int, int] = {}
@@ -147,7 +147,7 @@ class EpisodeTable:
                 for mine, logp in zip(own, logps, strict=False)
             ],
             [*_describe_call(info), *_describe_tools(info), *([f"right answer {right}"] if right else []), *named],
-            _show_judged(info),
+            *([judged] if (judged := _show_judged(info)) else []),
         ]
 
     def _show(self, content: Any) -> str:
@@ -195,7 +195,7 @@ def _read_token_log(path: Path) -> TrainerLogps:
 def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
     problem = _read_object(record, "meta").get("problem_id")
     seen, answer, error = (record.get(key) for key in ("seen", "answer", "error"))
-    turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], [], [], ""]
+    turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], [], []]
     turns = [] if seen is None and answer is None else [turn]
     return [number, None, "" if problem is None else str(problem), None, None, "", turns, str(error or "unknown error")]
 
