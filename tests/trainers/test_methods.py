@@ -22,7 +22,7 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
 from ludic.recipes.foreign_names import ARGUMENTS
 from ludic.runs.reinforce import RLRun
-from ludic.tasks import Tools
+from ludic.tasks import DigitSort, Tools
 from ludic.trainers.inputs import as_plain
 from ludic.training import Callback, KeepBest, StopOnMetric
 from ludic.training.reward_functions import given_rewards, make_reward, register_reward, reward_names
@@ -487,3 +487,20 @@ def test_a_critic_of_another_tokenizer_is_refused(model: Path, tmp_path: Path) -
     tokenizer.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"critic.model \(.*other\) must have the policy's vocabulary"):
         PPO(model, digits, ROWS, name="refused", critic={"model": str(tmp_path / "other")}, **SMALL).train()
+
+
+def test_environments_may_have_rows_functions_and_classes_of_the_script(model: Path) -> None:
+    class Own(DigitSort):
+        pass
+
+    own = {
+        "sums": {"data": ROWS, "reward": digits, "task": {"args": {"max_new_tokens": 3}}},
+        "own": {"task": Own, "weight": {0: 1, 1: 2}},
+    }
+    settings = {name: value for name, value in SMALL.items() if name != "task.args.max_new_tokens"}
+    trainer = GRPO(model, environments=own, name="mixed", **settings)
+    assert trainer.recipe.recipe == "data"
+    assert trainer.recipe.environments["own"] == {"task": {"kind": "Own"}, "weight": {0: 1, 1: 2}}
+    assert set(trainer.train()["after"]) > {"sums/sampled_reward", "own/greedy_accuracy"}
+    with pytest.raises(ConfigError, match=r"nothing to train on"):
+        GRPO(model, environments={})

@@ -18,7 +18,16 @@ from ludic.training import (
     default_reducers,
 )
 from ludic.training.loggers.base import Percent
-from ludic.training.stats import check_reducers, combine_stats, entropy_stat, final_values, named_reward_stats, prefix_keys
+from ludic.training.stats import (
+    check_reducers,
+    combine_stats,
+    entropy_stat,
+    environment_stats,
+    final_values,
+    named_reward_stats,
+    prefix_keys,
+    reducer_stats,
+)
 from ludic.training.types import ActorTokenLogps, SampleAttachments
 
 
@@ -305,3 +314,31 @@ def test_rewards_of_two_ranks_have_the_deviation_of_all(left, right):
     whole = named_reward_stats([item(**{"rewards/a": value}) for value in [*left, *right]])
     for key, stat in whole.items():
         assert combine_stats([part[key] for part in parts]).value == pytest.approx(stat.value, abs=1e-9)
+
+
+def test_statistics_of_an_environment_are_worked_by_hand():
+    """Rewards 1, 1 and 0, 1 of two groups, the first flat; all episodes of b failed."""
+    facts = {"rewards": [1.0, 1.0, 0.0, 1.0], "lengths": [2, 4, 6], "flat": [True, False], "failed": 1}
+    none = {"rewards": [], "lengths": [], "flat": [], "failed": 3}
+    assert final_values(environment_stats({"environments": {"a": facts, "b": none}})) == {
+        "a/played_rollouts": 4.0,
+        "a/num_failed_episodes": 1.0,
+        "a/avg_sampled_reward": 0.75,
+        "a/reward_std": pytest.approx(0.1875**0.5),
+        "a/frac_reward_zero_std": 0.5,
+        "a/avg_completion_length": 4.0,
+        "b/played_rollouts": 0.0,
+        "b/num_failed_episodes": 3.0,
+    }
+    assert environment_stats({}) == {}
+
+
+def test_a_reducer_of_an_environment_counts_its_own_samples_and_episodes():
+    """Of a: two episodes, three samples, and one episode has the fact at one of its two steps."""
+    metas = [("a", "r1", False), ("a", "r1", True), ("a", "r2", False), ("b", "r3", True)]
+    items = [item(environment=name, rollout_id=rollout, won=won) for name, rollout, won in metas]
+    by = {way: Reducer("count_true", "won", normalize_by=way, environment="a") for way in ("samples", "rollouts")}
+    absent = {"absent": Reducer("mean", "won", environment="c")}
+    assert final_values(reducer_stats(items, {**by, **absent}, 9)) == pytest.approx({"samples": 1 / 3, "rollouts": 0.5})
+    with pytest.raises(ConfigError, match=r"environment \(c\) selects samples of a training step"):
+        apply_reducers_to_records([{"won": True}], absent)

@@ -226,7 +226,7 @@ def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Overr
     overridden = {override.key: override.value for override in overrides}
     is_file = _is_file(source)
     kind = overridden.get("task.kind", OmegaConf.select(user, "task.kind"))
-    has_rows = any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward"))
+    has_rows = any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward", "environments"))
     default = "data" if has_rows or kind == "reasoning_gym" else "sort"  # for a pretrained model
     data = overridden.get("data", user.get("data"))
     if kind == "harbor" or (kind is None and isinstance(data, str) and list_task_folders(data)):

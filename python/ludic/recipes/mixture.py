@@ -98,11 +98,6 @@ class Mixture(EpisodicTask):
             opened.append([first._replace(messages=messages), *later])
         return opened
 
-    def suites(self) -> Mapping[str, Sequence[Episode]]:
-        """The first suite of each environment."""
-        firsts = {name: next(iter(source.task.suites().values())) for name, source in self.sources.items()}
-        return {name: [tag(name, episode) for episode in episodes] for name, episodes in firsts.items()}
-
     @property
     def facts(self) -> Mapping[str, str]:
         return self._label("facts")
@@ -119,21 +114,11 @@ class Mixture(EpisodicTask):
     def reward_sees(self) -> str:
         return "; ".join(f"in {name} {source.task.reward_sees}" for name, source in self.sources.items())
 
-    @property
-    def success_reward(self) -> float | None:
-        """None if it differs: the rewards of each environment say it for themselves."""
-        rewards = {source.task.success_reward for source in self.sources.values()}
-        return rewards.pop() if len(rewards) == 1 else None
-
     @cached_property
     def training_scorer(self) -> RolloutScorer | None:
         scorers = {name: source.task.training_scorer for name, source in self.sources.items()}
         own = {name: scorer for name, scorer in scorers.items() if scorer is not None}
         return ScoreByEnvironment(own) if own else None
-
-    @property
-    def reward_is_score(self) -> bool:
-        return all(source.task.reward_is_score for source in self.sources.values())
 
     @property
     def execution_s(self) -> float | None:

@@ -83,6 +83,27 @@ def task_of(task: TaskSetting | None, dataset: Rows | None, rewards: Rewards | N
     return {"task.kind": name}, {} if ":" in name else {name: task}
 
 
+def environments_of(environments: Mapping[str, Any] | None, folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The setting `environments`, in which `data`, `reward`, `tools` and `task` may be objects, and
+    those that only this process knows, by kind."""
+    named, own = dict[str, Any](), {"reward": dict[str, Any](), "tool": dict[str, Any](), "task": dict[str, Any]()}
+    for name, given in (environments or {}).items():
+        settings = dict(given)
+        if "reward" in settings:
+            settings["reward"], found = name_rewards(settings["reward"])
+            own["reward"] |= found
+        if "tools" in settings:
+            settings["tools"], tools = name_tools(settings["tools"])
+            own["tool"] |= tools
+        if "data" in settings:
+            settings["data"] = source_of(settings["data"], folder, rewards=given.get("reward", ()))
+        if isinstance(settings.get("task"), str | type):
+            section, task = task_of(settings["task"], None, None)
+            settings["task"], own["task"] = {"kind": section["task.kind"]}, own["task"] | task
+        named[name] = as_plain(settings)
+    return named, own
+
+
 def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., Any]]]:
     """The setting `reward`, and its functions that only this process knows, such as functions of a
     notebook or a script: they have their own name. Another process can import the others, which are

@@ -17,6 +17,7 @@ from ludic.trainers.inputs import (
     TaskSetting,
     Tools,
     as_plain,
+    environments_of,
     name_agent,
     name_rewards,
     name_tools,
@@ -39,6 +40,8 @@ class GRPO(RecipeTrainer):
     >>> GRPO("path/to/model", task=MyTask, warmup={"steps": 0}, steps=100).train()
     >>> GRPO("path/to/model", reward, rows, tools=[look_up, add], steps=100).train()
     >>> GRPO("path/to/model", reward, rows, agent=my_agent, steps=100).train()
+    >>> both = {"sums": {"data": rows, "reward": reward}, "game": {"task": MyTask, "weight": 2}}
+    >>> GRPO("path/to/model", environments=both, steps=100).train()
 
     `settings` are settings of `ludic train`: by name, sections as mappings or with dots
     (`**{"trainer.lr": 1e-5}`). `algorithm="rloo"` is one of the others.
@@ -71,10 +74,13 @@ class GRPO(RecipeTrainer):
         both, a class with the members of `ludic.tasks.EpisodicTask` or `Task`; it is
         `task.kind=module:Class` of `ludic train`, so its demonstrations warm the model up unless
         `warmup={"steps": 0}`; `recipe="tools"` has the settings for several turns. A mapping has
-        the section `task`.
+        the section `task`. `environments=`, instead of both, has several problems by name
+        (docs/mixtures.md).
         Raises ConfigError without rows and task, and for a tool without docstring or type hints."""
         rows = _folder_of_rows(settings)
-        task_section, own_task = task_of(task, dataset, reward_functions)
+        environments, of_environments = environments_of(settings.pop("environments", None), rows)
+        has_problems = bool(environments) and dataset is None and task is None
+        task_section, own_task = ({}, {}) if has_problems else task_of(task, dataset, reward_functions)
         given: dict[str, Any]
         reward_functions, given = take_judge(reward_functions)
         given["reward"], own = (None, {}) if reward_functions is None else name_rewards(reward_functions)
@@ -96,7 +102,10 @@ class GRPO(RecipeTrainer):
             given["agent.function"], own_agent = name_agent(agent)
         elif agent is not None:
             given["agent.command"] = as_plain(agent)
+        if environments:
+            given["environments"] = environments
         functions: dict[str, Mapping[str, Any]] = {"reward": own, "tool": own_tools, "task": own_task, "agent": own_agent}
+        functions |= {kind: {**functions[kind], **found} for kind, found in of_environments.items()}
         super().__init__(settings_of(model, {**task_section, **settings}, **given), callbacks, functions)
 
 

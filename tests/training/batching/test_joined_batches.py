@@ -64,3 +64,11 @@ def test_a_mean_that_a_batch_lacks_is_left_out():
     without = SAWBatch(sorting_items(2), {"epoch": 3})
     assert join_batches([partial, without]).meta == {"epoch": 3}
     assert join_batches([partial, SAWBatch([], {})]).meta == partial.meta
+
+
+def test_facts_of_environments_are_joined_by_name() -> None:
+    one = {"a": {"rewards": [1.0], "lengths": [3], "flat": [], "failed": 0}}
+    two = {**one, "b": {"rewards": [], "lengths": [], "flat": [], "failed": 2}}
+    joined = join_batches([SAWBatch([], {"environments": one}), SAWBatch([], {"environments": two}), SAWBatch([], {})])
+    both = {"rewards": [1.0, 1.0], "lengths": [3, 3], "flat": [], "failed": 0}
+    assert joined.meta["environments"] == {"a": both, "b": two["b"]}

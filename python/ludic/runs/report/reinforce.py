@@ -205,7 +205,7 @@ def build_outcome(
         rewards=[line[f"train/{SAMPLED_REWARD}"] for line in reinforce],
         facts={name: [line.get(f"train/{name}", math.nan) for line in reinforce] for name in logged_names(task)},
         closing_facts=closing_facts,
-        no_accuracy=success.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
+        no_accuracy=success.why_unknown("evaluation.solved_at") if before and before.greedy_accuracy is None else None,
         measured=[(line["step"], _read_rates(line)) for line in every_line if line.get("eval/step") == line["step"]],
     )
 
