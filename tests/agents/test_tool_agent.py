@@ -12,7 +12,7 @@ from playing import FOR_RL, ScriptedClient, play, verbatim
 from tool_playing import call
 
 from ludic.agents import ToolAgent
-from ludic.agents.tool_agent import EpisodeLost
+from ludic.agents.tool_calls import EpisodeLost
 from ludic.context import FullDialog
 from ludic.errors import ConfigError, RolloutError
 from ludic.inference import InferenceSpec, ReturnSpec, ToolRequest

@@ -3,6 +3,7 @@ resume, and in `ludic eval`. The model is a small one that knows one call of `st
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,23 @@ def test_every_call_is_a_sample_and_rewards_get_the_answer(model: Path) -> None:
     table = EpisodeTable(10)
     table.add(0, Path("runs/mine/rollouts.jsonl"), None)
     assert [[turn[-1][0] for turn in row[6]] for row in table.rows] == [['calls stock(item="a") -> 7', "right answer 7"]] * 4
+
+
+@pytest.mark.parametrize("per_episode", [False, True])
+def test_the_tools_of_a_server_are_called_like_functions(per_episode: bool, model: Path) -> None:
+    pytest.importorskip("mcp")
+    Path("pids").mkdir()
+    program = Path(__file__).parents[1] / "support" / "mcp_server.py"
+    tools = [f"mcp:{sys.executable} {program} one-tool {Path('pids').resolve()}"]
+    own = {"tools": tools, "mcp": {"per_episode": per_episode}, "name": "served", **SMALL}
+    GRPO(model, lambda completions, **_: [float(text == "7") for text in completions], ROWS, **own).train()
+    for metrics in lines("runs/served/metrics.jsonl"):
+        assert (metrics["train/tools/calls"], metrics["train/tools/failed"]) == (1, 0)
+    assert {rollout["steps"][-1]["action"] for rollout in lines("runs/served/rollouts.jsonl")} == {"7"}
+    assert yaml.safe_load(Path("runs/served/config.yaml").read_text())["tools"] == tools
+    processes = list(Path("pids").iterdir())
+    assert len(processes) == (1 + 2 * 2 + 2 * 2 if per_episode else 1)  # the one that lists, and of each episode
+    assert not [each for each in processes if Path(f"/proc/{each.name}").exists()]
 
 
 def test_an_async_tool_is_awaited(model: Path) -> None:

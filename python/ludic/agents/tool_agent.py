@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.agents.base_agent import Agent, IntermediateCall
-from ludic.agents.tool_calls import ToolCall, ToolResult, call_arguments, call_name
+from ludic.agents.mcp_tools import PREFIX, McpServer, McpTool, check_source
+from ludic.agents.tool_calls import EpisodeLost, ToolCall, ToolError, ToolResult, call_arguments, call_name
 from ludic.agents.tool_schema import check_names, read_arguments, tool_schema
-from ludic.errors import ConfigError, ConfigTypeError, LudicError, RolloutError, check_value
+from ludic.errors import ConfigError, ConfigTypeError, LudicError, check_value
 from ludic.event_loop import await_if_needed, run_in_daemon_thread
 from ludic.inference.request import InferenceSpec, ToolRequest, call_seed
 from ludic.parsers import ParseResult
@@ -109,19 +110,10 @@ class ToolAgent(Agent):
         except EpisodeLost:
             raise
         except ToolError as error:
-            return ToolResult(f"Error: {error}", True)
+            return ToolResult(f"Error: {str(error).removeprefix('Error: ')}", True)
         except (Exception, SystemExit) as error:
             logger.info("tool %s failed with %s: %s", name, type(error).__name__, error)
             return ToolResult(f"Error executing tool {name}: {type(error).__name__}: {error}", True)
-
-
-class ToolError(LudicError, RuntimeError):
-    """A tool failed; the model gets the message after `Error: ` as the result."""
-
-
-class EpisodeLost(RolloutError):
-    """Raised by a tool without which its episode is worth nothing: it fails, and is played again or
-    left out like any failed episode."""
 
 
 class ToolTimeoutError(LudicError, TimeoutError):
@@ -246,6 +238,12 @@ class ToolUse:
         """What a chat template is given, one for each function."""
         return [tool_schema(function) for function in self.functions]
 
+    def close(self) -> None:
+        """End the servers of tools; the next call starts them again."""
+        for function in self.functions:
+            if isinstance(function, McpTool):
+                function.server.close()
+
     def make_agent(self, **settings: Any) -> ReActAgent:
         """The agent of one episode. `settings` are arguments of `Agent`."""
         limits: dict[str, Any] = {"tool_timeout_s": self.timeout_s, "malformed_calls": self.malformed_calls}
@@ -257,6 +255,8 @@ def check_tool(function: Tool) -> Mapping[str, Any]:
     no docstring or no type hint for a parameter, which are all that the model is told."""
     schema = tool_schema(function)
     name = function.__name__
+    if isinstance(function, McpTool):
+        return schema
     if inspect.isclass(function):
         raise ConfigError(f"the tool {name} is a class; give a function")
     if not (inspect.getdoc(function) or "").strip():
@@ -275,13 +275,32 @@ _GIVEN = GivenNames[Tool]("tools")
 given_tools = _GIVEN.given
 
 
-def find_tools(names: Any) -> tuple[Tool, ...]:
-    """The functions of the setting `tools`: `module:function`, or a list of these; none for null
-    and for an empty list. Raises ConfigError for a name that is not known."""
+def find_tools(names: Any, **mcp: Any) -> tuple[Tool, ...]:
+    """The functions of the setting `tools`: `module:function`, `mcp:COMMAND` or `mcp:URL` for all
+    tools of a server, or a list of these; none for null and for an empty list. `mcp`: arguments of
+    `McpServer`. Raises ConfigError for a name that is not known, and for a server that cannot be
+    started."""
+    found = [McpServer(name, **mcp).tools if name.startswith(PREFIX) else (_find(name),) for name in list_tools(names)]
+    return tuple(tool for tools in found for tool in tools)
+
+
+def check_tools(names: Any) -> None:
+    """Raise ConfigError for a function of the setting `tools` that is not known or that a model
+    cannot be told of, and for a command that is not found. No server is started."""
+    for name in list_tools(names):
+        if name.startswith(PREFIX):
+            check_source(name)
+        else:
+            check_tool(_find(name))
+
+
+def list_tools(names: Any) -> Sequence[str]:
+    """The names in the setting `tools`. Raises ConfigError unless it is a name or a list of
+    names."""
     listed = [names] if isinstance(names, str) else [] if names is None else names
     if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
         raise ConfigError(f"tools ({names!r}) must be module:function, or a list of such names")
-    return tuple(map(_find, listed))
+    return listed
 
 
 def _find(name: str) -> Tool:

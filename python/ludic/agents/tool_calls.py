@@ -9,11 +9,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ludic.errors import DataError
+from ludic.errors import DataError, LudicError, RolloutError
 
 ToolCall = dict[str, Any]
 """`{"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}`, in OpenAI's
 format. A call that could not be read has an `error`, and its `text`."""
+
+
+class ToolError(LudicError, RuntimeError):
+    """A tool failed; the model gets the message after `Error: ` as the result."""
+
+
+class EpisodeLost(RolloutError):
+    """Raised by a tool without which its episode is worth nothing: it fails, and is played again or
+    left out like any failed episode."""
 
 
 class ToolResult(NamedTuple):

@@ -117,7 +117,7 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
         remedy = "make it a property" if callable(number) else ""
         check_value(f"{name} of the task {recipe.task.kind}", number, remedy, whole=True, least=1)
     success_of(task, recipe.evaluation.solved_at, judged=judged)
-    functions, rollout = find_tools(recipe.tools), recipe.rollout
+    functions, rollout = find_tools(recipe.tools, **asdict(recipe.mcp)), recipe.rollout
     agent = build_agent(recipe.agent, context=recipe.trainer.max_seq_len)
     if "verified" in given and recipe.agent.verify is None:
         raise ConfigError("reward=verified is the number that a command writes; set agent.verify=[...] too")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.agents.tool_agent import check_tool, find_tools
+from ludic.agents.tool_agent import check_tools
 from ludic.data.sources import is_local, suggest_path
 from ludic.errors import DataError
 from ludic.files.checkpoints import ADAPTER_CONFIG, list_model_files
@@ -54,8 +54,7 @@ def _check_part(recipe: Any) -> None:
         for name in [named] if isinstance(named, str) else named if isinstance(named, Sequence | Mapping) else ():
             if isinstance(name, str) and ":" in name:
                 import_named(name, setting)
-    for tool in find_tools(_select(recipe, "tools")):
-        check_tool(tool)
+    check_tools(_select(recipe, "tools"))
 
 
 def list_local_sources(recipe: Any) -> list[str]:

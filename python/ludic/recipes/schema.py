@@ -14,6 +14,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.agents.mcp_tools import ON_EXIT
 from ludic.agents.tool_agent import MALFORMED
 from ludic.data.formats import FORMATS
 from ludic.recipes.agent_section import AgentSection
@@ -205,6 +206,20 @@ class RolloutSection:
 
 
 @dataclass
+class McpSection:
+    """Servers of the Model Context Protocol in `tools`."""
+
+    per_episode: bool = setting(False, needs="tools")
+    """Every episode that calls a tool has a server of its own, for servers with a state; false: one
+    server for all episodes of a process."""
+    on_exit: str = setting("restart", choices=ON_EXIT, needs="tools")
+    """When a server ends during a call. `restart`: the call fails, and the next one starts the
+    server again. `lose`: the episode fails."""
+    start_timeout_s: float = setting(60.0, above=0, needs="tools")
+    """Seconds until a server that was started has answered."""
+
+
+@dataclass
 class EvaluationSection:
     """Held-out measurement, before and after reinforcement."""
 
@@ -295,7 +310,8 @@ class Recipe(CommonSettings):
     """One weight per function of `eval_reward`; null: 1 each."""
     tools: Any = None
     """Functions that the model may call before it answers: `module:function`, or a list of these.
-    It is told their names, docstrings and type hints. Null: none."""
+    It is told their names, docstrings and type hints. `mcp:COMMAND` or `mcp:URL`: all tools of a
+    server of the Model Context Protocol. Null: none."""
     reward_model: Optional[str] = None  # noqa: UP045
     """Folder of a reward model, such as a `ludic train-rm` run. Its score replaces the task's
     reward in training; held-out measurement keeps the task's reward."""
@@ -335,6 +351,7 @@ class Recipe(CommonSettings):
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     agent: AgentSection = field(default_factory=AgentSection)
+    mcp: McpSection = field(default_factory=McpSection)
     warmup: WarmupSection = field(default_factory=WarmupSection)
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 from ludic.agents.tool_agent import CALLS_INFO, FAILED_INFO, ToolUse
 from ludic.agents.tool_calls import calls_of, describe_call
 from ludic.envs.env import SingleAgentEnv
+from ludic.event_loop import run_in_thread
 from ludic.images.content import show_content
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.interaction.agent_program import AgentUse
@@ -408,6 +409,10 @@ class WithTools(WithCalls):
     @property
     def tool_use(self) -> ToolUse:
         return self._use
+
+    async def aclose(self) -> None:
+        await run_in_thread(self._use.close)
+        await self.task.aclose()
 
 
 def keep_answers(rollout: Rollout) -> Rollout:
