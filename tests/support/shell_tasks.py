@@ -181,7 +181,7 @@ SEVERAL_COMMANDS = [
         "secret",
         "One file of box has the word TREASURE. Move it to found, and empty the others.",
         {"box/1": "sand", "box/2": "a TREASURE", "box/3": "sand"},
-        'grep -q TREASURE /app/found && [ ! -e /app/box/2 ] && [ -z "$(cat /app/box/*)" ]',
+        'grep -q TREASURE /app/found && [ ! -e /app/box/2 ] && [ -f /app/box/3 ] && [ -z "$(cat /app/box/*)" ]',
         ("grep -l TREASURE box/*", "mv box/2 found", "for f in box/*; do : >$f; done"),
         ("cp box/2 found", "mv box/1 found", "mv box/2 found; rm -r box"),
     ),

@@ -241,7 +241,7 @@ def write_task(folder: Path, *, instruction: str, test: str, files: Mapping[str,
 
     `test` is Bash whose exit status says whether the task is solved.
     """
-    judge = f"if (\n{test}\n); then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+    judge = f"if (\n{test}\n); then reward=1; else reward=0; fi\necho $reward >/logs/verifier/reward.txt\n"
     written = {
         "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 600\n[verifier]\ntimeout_sec = 60\n',
         "instruction.md": instruction,

@@ -9,12 +9,13 @@ random in every episode, so that only reading them is better than guessing.
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import ClassVar
 
 from ludic.envs.code_exec.backend import REQUIRES, SandboxBackend
@@ -94,9 +95,9 @@ class Terminal(EpisodicTask):
     @cached_property
     def _folder(self) -> Path:
         """A task folder with the test of all episodes, which is deleted with this object."""
-        folder = TemporaryDirectory(prefix="ludic-terminal-")
-        object.__setattr__(self, "_kept", folder)
-        return write_task(Path(folder.name) / "key", instruction="", test='[ "$(cat /app/out)" = "$EXPECTED" ]', files={})
+        folder = Path(mkdtemp(prefix="ludic-terminal-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return write_task(folder / "letter", instruction="", test='[ "$(cat /app/out)" = "$EXPECTED" ]', files={})
 
 
 def _check_bubblewrap() -> None:
