@@ -40,6 +40,7 @@ ROOT_PAGES = {
 COPIED = (
     "examples/with_openai_agents.py",
     "examples/with_pydantic_ai.py",
+    "examples/e2b_sandbox.py",
     "examples/small_chat.yaml",
     "benches/results/public_models.json",
 )

@@ -1,4 +1,4 @@
-"""What is read of task folders in Harbor's format, and which are refused."""
+"""Task folders in Harbor's format: their settings, and which are refused."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Task folders in Harbor's format: what is read of them, and the sandbox of a task.
+"""Task folders in Harbor's format: their settings, and the sandbox of a task.
 
 A folder has `task.toml`, `instruction.md`, `environment/` with a Dockerfile (unless `task.toml`
 names an image), `tests/test.sh`, and perhaps `solution/solve.sh`.
@@ -77,8 +77,8 @@ class HarborTask:
 
 def read_task(folder: Path, *, secrets: Collection[str] = (), told: set[str] | None = None) -> HarborTask:
     """Read a task folder. `secrets`: variables of this process that it may have. Keys that have no
-    effect are added to `told`. Raises ConfigError, which names the task, for what is missing, and
-    for what is not supported."""
+    effect are added to `told`. Raises ConfigError, which names the task, for files that are
+    missing, and for settings that are not supported."""
     try:
         tree = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()

@@ -42,7 +42,7 @@ class Sandbox(Protocol):
         least the last 256 kB of its two streams."""
 
     async def put(self, source: Path, name: str) -> str:
-        """Copy a folder of this machine to the absolute path `name`, in place of what is there.
+        """Copy a folder of this machine to the absolute path `name`, whose earlier content goes.
         Returns the path."""
 
     async def stop(self) -> None:
