@@ -13,7 +13,7 @@ from ludic.training.config import TrainerConfig
 
 def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
     benchmarks = ["eval-aime-2024", "eval-aime-2025", "eval-gsm8k", "eval-ifeval", "eval-math-500"]
-    public = ["gsm8k", "gsm8k-tools", "math", "maxent", "mbpp"]
+    public = ["gsm8k", "gsm8k-tools", "math", "maxent", "mbpp", "mixture"]
     assert list_builtin_recipes() == [
         "addition",
         "code",

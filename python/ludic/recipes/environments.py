@@ -106,7 +106,7 @@ def choose_environment(recipe: Recipe, name: str | None) -> Recipe:
 
 def read_weights(recipe: Recipe) -> list[dict[int, Fraction]]:
     """The weights of each environment by the step at which they begin. Raises ConfigError for
-    what is none."""
+    other values."""
     weights = []
     for name, own in recipe.environments.items():
         if own is None:

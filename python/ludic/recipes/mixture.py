@@ -69,8 +69,7 @@ class Mixture(EpisodicTask):
         return self.sources[episode[ENVIRONMENT]].task.make_env(episode[EPISODE])
 
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]] | None:
-        """Those of each environment with a teacher, as often as its weight of the first step
-        says."""
+        """Each environment with a teacher has its weight of the first step as its share."""
         weights = [weights.get(0, 0) for weights in read_weights(self.recipe)]
         taught = {
             name: weight
@@ -84,7 +83,7 @@ class Mixture(EpisodicTask):
         return [next(made[name]) for name in drawn]
 
     def _demonstrate(self, name: str, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
-        """With the system prompt of the environment, which those of other ones do not have."""
+        """With the environment's own system prompt, if it has one."""
         source = self.sources[name]
         prompt, episodes = find_system_prompt(source), source.task.demonstrations(count, rng) or []
         if prompt is None:

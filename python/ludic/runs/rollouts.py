@@ -340,7 +340,7 @@ class _GroupsByEnvironment:
 
 def make_training_requests(task: Task | EpisodicTask, section: RolloutSection, **settings: Any) -> TrainingRequests:
     """The requests for a task: draws if it generates problems, passes if it has a list of them, and
-    those of its environments for a `Mixture`.
+    for a `Mixture` its environments in turn.
     `settings` are arguments of `TrainingRequests`: `seed`, `info_seed`, `greedy`."""
     played = as_episodic(task)
     problems = played.problem_list

@@ -76,7 +76,7 @@ ENVIRONMENTS = "environments"
 
 
 def group_by_environment(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Return the rollouts of each environment by its name, without those of none."""
+    """Return the rollouts of each environment by its name, and leave out rollouts of none."""
     grouped: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if ENVIRONMENT in rollout.meta:
