@@ -13,7 +13,7 @@ from ludic.training.config import TrainerConfig
 
 def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
     benchmarks = ["eval-aime-2024", "eval-aime-2025", "eval-gsm8k", "eval-ifeval", "eval-math-500"]
-    public = ["gsm8k", "gsm8k-tools", "math", "maxent", "mbpp", "mixture"]
+    public = ["gsm8k", "gsm8k-tools", "harbor", "math", "maxent", "mbpp", "mixture"]
     assert list_builtin_recipes() == [
         "addition",
         "code",
@@ -24,6 +24,7 @@ def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
         "shapes",
         "shapes-turns",
         "sort",
+        "terminal",
         "tictactoe",
         "tools",
     ]
@@ -208,3 +209,14 @@ def test_the_trainer_sections_have_every_field_of_the_trainer_config() -> None:
         "temperature",
     }  # an alias, and fields that come from tokenizer, seed and sampling
     assert set(asdict(compose().trainer)) == set(TrainerConfig.__dataclass_fields__) - derived
+
+
+def test_a_folder_of_tasks_is_data_for_harbor(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    for data, recipe in {"rows.jsonl": "data", str(tmp_path): "data"}.items():
+        assert compose([f"data={data}"]).recipe == recipe
+    (tmp_path / "one" / "task.toml").touch()
+    for data in (tmp_path, tmp_path / "one"):
+        assert (compose([f"data={data}"]).recipe, compose([f"data={data}"]).task.kind) == ("harbor", "harbor")
+    assert compose(["task.kind=harbor"]).recipe == "harbor"
+    assert compose([f"data={tmp_path}", "task.kind=data"]).recipe == "data"
