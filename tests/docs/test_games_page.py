@@ -44,7 +44,7 @@ def test_the_commands_name_built_in_recipes_and_settings() -> None:
     assert len(commands) > 6
     for command in commands:
         recipe, *settings = shlex.split(command)
-        assert recipe in {"tictactoe", "tools"} & set(list_builtin_recipes())
+        assert recipe in {"data", "tictactoe", "tools"} & set(list_builtin_recipes())
         compose([recipe, *settings])
 
 

@@ -82,7 +82,8 @@ Hugging Face layout. Ctrl-C stops after the current step and saves the run.
 
 - `ludic train` sorts digits; `ludic train addition` adds with a scratchpad
 - `ludic train errand` trains the model inside an agent that calls it through a URL
-- `ludic train terminal` learns to use files in a shell; `ludic train data=tasks/ model=DIR` trains on tasks in Harbor's format
+- `ludic train terminal` learns to use files in a shell; `ludic train harbor data=tasks/ model=DIR` trains on tasks in Harbor's format
+- `ludic train mixture` trains on two problems at once
 - `ludic train shapes` learns to count shapes in pictures with a model that sees images;
   `shapes-turns` uncovers each picture in three turns first
 - `ludic train tictactoe` plays against an opponent; `ludic train tools` learns to call a tool twice before it answers

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 from urllib.parse import parse_qsl, urlsplit
 
+from ludic.agents.mcp_tools import ON_EXIT
 from ludic.errors import ConfigError
 from ludic.inference.request import make_sampling
 from ludic.recipes.rules import setting
@@ -307,3 +308,17 @@ def check_url(url: str) -> None:
     named = any(name.lower().endswith("password") for name, _ in parse_qsl(parts.query))
     if parts.password or "@" in after_host or named:  # a password with a `/` ends the host, as in redis://:/secret@host
         raise ConfigError(f"queue.url ({shown}) must have no password; set {URL_VARIABLE} to the address with it")
+
+
+@dataclass
+class McpSection:
+    """Servers of the Model Context Protocol in `tools`."""
+
+    per_episode: bool = setting(False, needs="tools")
+    """Every episode that calls a tool has a server of its own, for servers with a state; false: one
+    server for all episodes of a process."""
+    on_exit: str = setting("restart", choices=ON_EXIT, needs="tools")
+    """When a server ends during a call. `restart`: the call fails, and the next one starts the
+    server again. `lose`: the episode fails."""
+    start_timeout_s: float = setting(60.0, above=0, needs="tools")
+    """Seconds until a server that was started has answered."""

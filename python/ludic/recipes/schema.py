@@ -14,11 +14,10 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
-from ludic.agents.mcp_tools import ON_EXIT
 from ludic.agents.tool_agent import MALFORMED
 from ludic.data.formats import FORMATS
 from ludic.recipes.agent_section import AgentSection
-from ludic.recipes.processes import InferenceSection, PlaceSection, QueueSection, RanksSection
+from ludic.recipes.processes import InferenceSection, McpSection, PlaceSection, QueueSection, RanksSection
 from ludic.recipes.rules import setting
 from ludic.recipes.sections import (
     CheckpointSection,
@@ -203,20 +202,6 @@ class RolloutSection:
     """Of over-sampling and `group_filter`: how many seconds no problem at all can be answered,
     because a server is away, before problems are given up. Meanwhile each is tried again after 1,
     2, 4, 8, 8 ... s."""
-
-
-@dataclass
-class McpSection:
-    """Servers of the Model Context Protocol in `tools`."""
-
-    per_episode: bool = setting(False, needs="tools")
-    """Every episode that calls a tool has a server of its own, for servers with a state; false: one
-    server for all episodes of a process."""
-    on_exit: str = setting("restart", choices=ON_EXIT, needs="tools")
-    """When a server ends during a call. `restart`: the call fails, and the next one starts the
-    server again. `lose`: the episode fails."""
-    start_timeout_s: float = setting(60.0, above=0, needs="tools")
-    """Seconds until a server that was started has answered."""
 
 
 @dataclass
