@@ -84,6 +84,45 @@ async def test_responses_without_log_probabilities_are_errors(server):
     await client.aclose()
 
 
+async def test_an_answer_around_a_push_has_its_oldest_version(server):
+    client = SGLangClient(server.url)
+    server.sampled, server.finish = [5, 6, 7], {"type": "length", "length": 3}
+    server.spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    sampled = await client.sample_tokens([9], sampling=SamplingParams(max_tokens=3))
+    assert (sampled.policy_version, sampled.weight_versions) == (3, server.spans)
+    server.spans = [{"version": "3", "start": 0, "end": 4}]
+    with pytest.raises(InferenceError, match="must lie within 3 tokens"):
+        await client.sample_tokens([9], sampling=SamplingParams(max_tokens=3))
+    await client.aclose()
+
+
+async def test_servers_that_report_one_version_have_it_for_all_tokens(server):
+    client, generated = SGLangClient(server.url), server._generated
+    server.version = "7"
+
+    def without_spans(body):
+        answer = generated(body)
+        del answer["meta_info"]["weight_versions"]
+        return answer
+
+    server._generated = without_spans
+    sampled = await client.sample_tokens([9], sampling=SamplingParams(max_tokens=2))
+    assert (sampled.policy_version, sampled.weight_versions) == (7, [{"version": "7", "start": 0, "end": 2}])
+    await client.aclose()
+
+
+async def test_an_answer_that_ended_for_nan_is_an_error(server):
+    """SGLang then puts the end token in the place of the sampled id, with its log-probability."""
+    client = SGLangClient(server.url, max_retries=0)
+    server.finish = {"type": "stop", "matched": "NaN happened"}
+    with pytest.raises(InferenceError, match="'NaN happened', which is no stop string"):
+        await client.complete_tokens([9], sampling=SamplingParams(stop=["#"]))
+    server.finish = {"type": "stop", "matched": "#"}
+    sampled = await client.sample_tokens([9], sampling=SamplingParams(stop=["#"]))
+    assert not sampled.ended
+    await client.aclose()
+
+
 async def test_unsupported_settings_are_refused(server):
     with pytest.raises(ConfigError, match="tokenizer"):
         await SGLangClient(server.url).complete(ask())

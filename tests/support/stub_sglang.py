@@ -1,11 +1,7 @@
-"""An SGLang server on loopback, with the endpoints and bodies that the sources of 0.5.23 define. It
-was not compared with a real server.
-
-From the sources: paths, request fields, `success` and `message`, `weight_version` in `meta_info`;
+"""An SGLang server on loopback, with the endpoints and bodies that the sources of 0.5.23 define:
+paths, request fields, statuses, `success` and `message`, and the `meta_info` of a completion.
 `/model_info` says the path and the version that were loaded last, also during a pause; requests
 wait during a pause.
-From memory: an entry of `output_token_logprobs` is [log-probability, token id, text], and
-`finish_reason` is an object.
 """
 
 import contextlib
@@ -32,6 +28,8 @@ class StubSGLang:
         self.prompt_tokens = None
         """Of prompts with images, which it writes out."""
         self.sampled, self.fails_on, self.finish = list(sampled), None, {"type": "stop", "matched": 2}
+        self.spans = None
+        """`weight_versions` of the answers, if a push came between their tokens."""
         self.faults, self.closing = {}, threading.Event()
         self._running = threading.Event()
         self.restart()
@@ -78,10 +76,10 @@ class StubSGLang:
             return fault
         if path == "/pause_generation":
             self._running.clear()
-            return 200, {"status": "ok"}
+            return 200, {"message": "Generation paused successfully.", "status": "ok"}
         if path == "/continue_generation":
             self._running.set()
-            return 200, {"status": "ok"}
+            return 200, {"message": "Generation continued successfully.", "status": "ok"}
         if path == "/model_info":
             return 200, {"model_path": self.folder, "weight_version": self.version, "is_generation": True}
         if path == "/update_weights_from_disk":
@@ -108,12 +106,14 @@ class StubSGLang:
 
     def _generated(self, body):
         ids = self.sampled[: body["sampling_params"]["max_new_tokens"]]
+        spans = self.spans or [{"version": self.version, "start": 0, "end": len(ids)}]
         meta = {
             "id": "1",
             "finish_reason": self.finish,
             "prompt_tokens": self.prompt_tokens or len(body["input_ids"]),
             "completion_tokens": len(ids),
-            "weight_version": self.version,
+            "weight_versions": spans,
+            "weight_version": spans[-1]["version"],
         }
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = [[-0.5 - index, token, None] for index, token in enumerate(ids)]

@@ -17,13 +17,13 @@ from ludic.inference.prompts.encoder import PromptEncoder
 from ludic.inference.prompts.images import check_spans, find_processor, shorten_prompt
 from ludic.inference.prompts.template import Dialogue
 from ludic.inference.request import ChatCompletionRequest, SamplingParams
-from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
+from ludic.inference.servers.answers import WeightInfo, version_number
 from ludic.inference.servers.errors import AbortedError, RetryPolicy
 from ludic.inference.servers.http import HttpResponse, ServerCalls
 from ludic.inference.servers.pool import ServerPool
 from ludic.inference.servers.routing import Routing, block_keys
 from ludic.inference.servers.server import Server
-from ludic.inference.vllm.responses import TokenId, check_tokens
+from ludic.inference.vllm.responses import TokenId, WeightSpan, check_tokens, check_versions
 from ludic.types import ChatResponse, ImageSpan, TokenTrace
 
 
@@ -171,14 +171,15 @@ class SGLangClient(CompletesBySampling, PushTarget):
 
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
             answer = await server.post("/generate", body)
-            return _read_trace(answer, prompt, spans, sampling.max_tokens, self._vocab_size, banned)
+            return _read_trace(answer, prompt, spans, sampling, self._vocab_size, banned)
 
         trace, info = await self._retries.run(
             lambda: self._pool.send(once, lambda: block_keys(prompt)), name=", ".join(self.server_urls)
         )
-        version, ended = version_number(info["weight_version"]), info.pop("ended_by_token")
-        served = self._version if version is None else version
-        return Sampled(trace, ended, served), {**info, "policy_version": served}
+        weight_versions, ended = info["weight_versions"], info.pop("ended_by_token")
+        numbers = [version_number(span["version"]) for span in weight_versions]
+        served = min((number for number in numbers if number is not None), default=self._version)
+        return Sampled(trace, ended, served, weight_versions), {**info, "policy_version": served}
 
     async def get_policy_version(self) -> int:
         """The version that was pushed last through this client."""
@@ -222,6 +223,9 @@ class _Meta(Struct):
     finish_reason: _Finish | Literal["stop", "length", "abort"] | None = None
     prompt_tokens: int | None = None
     weight_version: str | int | None = None
+    """Of the last token."""
+    weight_versions: list[WeightSpan] = []
+    """Of each span of tokens; servers older than 0.5.23 may not report it."""
 
 
 class _Generated(Struct):
@@ -233,7 +237,7 @@ def _read_trace(
     answer: HttpResponse,
     prompt: Sequence[int],
     spans: Sequence[ImageSpan],
-    max_tokens: int,
+    sampling: SamplingParams,
     vocab_size: int | None,
     banned_ids: Sequence[int],
 ) -> tuple[TokenTrace, dict[str, Any]]:
@@ -244,11 +248,17 @@ def _read_trace(
     kind = reason.type if isinstance(reason, _Finish) else reason
     if kind == "abort":
         raise AbortedError(f"{url} aborted the request; its partial output is discarded")
+    matched = reason.matched if isinstance(reason, _Finish) else None
+    if isinstance(matched, str) and matched not in sampling.stop_texts:
+        raise InferenceError(
+            f"{url} ended an answer by {matched[:80]!r}, which is no stop string; are its weights NaN?"
+        )
     ids, logprobs = generated.output_ids, [entry[0] for entry in meta.output_token_logprobs]
     if [entry[1] for entry in meta.output_token_logprobs] != ids:
         raise InferenceError(f"{url} returned {len(ids)} token ids with log-probabilities of {len(logprobs)} others")
-    check_tokens(ids, logprobs, url, max_tokens=max_tokens, vocab_size=vocab_size, banned_ids=banned_ids)
-    check_served_version(meta.weight_version, url)
+    check_tokens(ids, logprobs, url, max_tokens=sampling.max_tokens, vocab_size=vocab_size, banned_ids=banned_ids)
+    versions = meta.weight_versions or [WeightSpan(version=meta.weight_version, start=0, end=len(ids))]
+    check_versions(versions, len(ids), url)
     if meta.prompt_tokens not in (None, len(prompt)):
         raise InferenceError(
             f"{url} reports {meta.prompt_tokens} prompt tokens, but {len(prompt)} were sent; of a prompt with images it makes the same "
@@ -256,7 +266,7 @@ def _read_trace(
         )
     info = {
         "raw_response": answer.json(),
-        "weight_version": meta.weight_version,
-        "ended_by_token": kind == "stop" and isinstance(reason, _Finish) and isinstance(reason.matched, int),
+        "weight_versions": versions,
+        "ended_by_token": kind == "stop" and isinstance(matched, int),
     }
     return TokenTrace.from_arrays(prompt, ids, logprobs, kind, spans), info

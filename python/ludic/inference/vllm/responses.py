@@ -145,6 +145,14 @@ def check_tokens(
         raise InferenceError(f"{name} sampled {sorted(drawn)}, tokens of images that it was told to leave out by logit_bias")
 
 
+def check_versions(spans: Sequence[WeightSpan], num_tokens: int, name: str) -> None:
+    """Raise InferenceError for spans outside of the tokens and for numbers that are no versions."""
+    if not all(0 <= span["start"] <= span["end"] <= num_tokens for span in spans):
+        raise InferenceError(f"{name} returned weight versions {str(spans)[:200]}, which must lie within {num_tokens} tokens")
+    for span in spans:
+        check_served_version(span["version"], name)
+
+
 def read_chat_response(answer: Any) -> ChatResponse:
     """The first choice of a chat completion, which is an object of the openai package or JSON."""
     choices = _read_member(answer, "choices")
@@ -224,10 +232,7 @@ class ResponseReader:
         ):
             raise InferenceError(f"{name} returned log-probabilities of other tokens than the sampled ones")
         spans = choice.weight_versions or []
-        if not all(0 <= span["start"] <= span["end"] <= len(ids) for span in spans):
-            raise InferenceError(f"{name} returned weight versions {str(spans)[:200]}, which must lie within {len(ids)} tokens")
-        for span in spans:
-            check_served_version(span["version"], name)
+        check_versions(spans, len(ids), name)
         routes = None if choice.routed_experts is None else _read_routes(choice.routed_experts, len(prompt) + len(ids), name)
         return SampledTokens(ids, values, choice.finish_reason, choice.stop_reason, spans, routes)
 
