@@ -250,9 +250,7 @@ def _read_trace(
         raise AbortedError(f"{url} aborted the request; its partial output is discarded")
     matched = reason.matched if isinstance(reason, _Finish) else None
     if isinstance(matched, str) and matched not in sampling.stop_texts:
-        raise InferenceError(
-            f"{url} ended an answer by {matched[:80]!r}, which is no stop string; are its weights NaN?"
-        )
+        raise InferenceError(f"{url} ended an answer by {matched[:80]!r}, which is no stop string; are its weights NaN?")
     ids, logprobs = generated.output_ids, [entry[0] for entry in meta.output_token_logprobs]
     if [entry[1] for entry in meta.output_token_logprobs] != ids:
         raise InferenceError(f"{url} returned {len(ids)} token ids with log-probabilities of {len(logprobs)} others")
