@@ -1,7 +1,6 @@
 """A client of SGLang servers: token ids in, token ids out, and weights from a folder.
 
-Written from the source code of SGLang 0.5.23 and tested with a stub server. It has not been run
-against a real server.
+Tested with a stub of SGLang 0.5.23; docs/servers.md says what was run against a real server.
 """
 
 from __future__ import annotations
