@@ -84,7 +84,7 @@ def test_a_request_is_json_serialisable():
     )
     data = json.loads(json.dumps(request.to_dict()))
     assert data["sampling"]["temperature"] == 0.7
-    assert data["tools"] == {"tools": [{"type": "function"}], "tool_choice": "auto"}
+    assert data["tools"] == {"tools": [{"type": "function"}], "tool_choice": "auto", "keep_malformed": False}
     assert data["extensions"] == {"kind": "vllm", "max_think": 5, "repetition_penalty": 1.0, "extra_body_overrides": {}}
     assert BackendExtensions("other").to_dict() == {"kind": "other"}
 

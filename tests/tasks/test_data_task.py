@@ -199,7 +199,7 @@ def test_rewards_can_be_a_name_a_list_or_names_with_weights(reward, weights, nam
         (
             "exact",
             None,
-            r"\(exact\) must be module:function or one of code, code_partial, gsm8k, ifeval, ifeval_instructions, math, pure_",
+            r"\(exact\) must be module:function or one of code, code_partial, gsm8k, ifeval, ifeval_instructions, judge, math, pure_",
         ),
         (["code", "math"], None, r"reward \(code\) runs programs and must be the only"),
         (f"{__name__}:NUMBER", None, r"is int, not a function"),

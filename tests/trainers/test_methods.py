@@ -379,7 +379,7 @@ def test_a_callback_that_would_never_act_is_refused_before_the_run(model: Path, 
 
 
 def test_the_package_imports_its_objects_when_they_are_read():
-    assert {"DPO", "GRPO", "PPO", "SFT", "RewardModel"} == set(ludic.__all__)
+    assert {"DPO", "GRPO", "Judge", "PPO", "SFT", "RewardModel"} == set(ludic.__all__)
     with pytest.raises(AttributeError, match="no attribute 'KTO'"):
         _ = ludic.KTO
 

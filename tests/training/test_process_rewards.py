@@ -251,7 +251,8 @@ def test_rewards_see_the_calls_of_tools_and_their_results_unless_the_data_has_su
     functions = RewardFunctions(check)
     functions.check_columns([])
     asyncio.run(functions.score([episode, answer("8")]))
-    assert seen == [(["7", "8"], [calls, []], [["7"], []])]
+    seen_calls = [calls[0] | {"name": "look", "arguments": {}, "result": "7", "failed": None}]
+    assert seen == [(["7", "8"], [seen_calls, []], [["7"], []])]
     own = answer(row={"prompt": "?", "tool_calls": "mine"})
     asyncio.run(functions.score([own]))
     assert seen[-1][1:] == (["mine"], [[]])
