@@ -7,6 +7,7 @@ root.
 
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -72,6 +73,37 @@ def root_folder():
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(entry)
     return data.getvalue()
+
+
+def copied_root(programs):
+    """A tar file with the root of an image that has these programs of this machine and their
+    libraries, and nothing of /usr else."""
+    files = {
+        f"usr/bin/{name}": os.path.realpath(found) for name in programs if (found := shutil.which(name, path="/usr/bin:/bin"))
+    }
+    shown = subprocess.run(["ldd", *files.values()], capture_output=True, text=True, check=False).stdout
+    for path in re.findall(r"(/lib\S+)", shown):
+        if not path.endswith(":"):
+            files[f"usr{path}".removeprefix("usr/usr") if path.startswith("/usr") else f"usr{path}"] = os.path.realpath(path)
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        folders = {str(parent) for name in files for parent in Path(name).parents if parent.name}
+        for name in sorted({*folders, "etc", "tmp", "proc", "sys", "dev", "run"}):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(entry)
+        for name in ("bin", "lib", "lib64"):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = tarfile.SYMTYPE, f"usr/{name}"
+            tar.addfile(entry)
+        for name, path in files.items():
+            tar.add(path, name)
+    return data.getvalue()
+
+
+def import_image(program, data, name):
+    """Give a daemon or a Podman of a test's own an image."""
+    subprocess.run([shutil.which(program), "import", "-", name], input=data, check=True, capture_output=True, timeout=READY_S)
 
 
 @contextmanager
@@ -187,6 +219,8 @@ events_logger = "file"
 runtime = "runc"
 conmon_path = ["{shutil.which("conmon", path=PROGRAMS)}"]
 conmon_env_vars = ["LD_LIBRARY_PATH={LIBRARIES}", "PATH={PROGRAMS}"]
+[containers]
+netns = "host"
 [engine.runtimes]
 runc = ["{shutil.which("runc", path=PROGRAMS)}"]
 """)

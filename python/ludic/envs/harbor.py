@@ -32,6 +32,20 @@ from ludic.event_loop import run_to_completion
 from ludic.user_objects import import_named
 
 SANDBOXES = ("auto", "bubblewrap", "docker", "podman")
+_CAPABILITIES = (
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "SETGID",
+    "SETUID",
+    "SETFCAP",
+    "SYS_CHROOT",
+    "NET_BIND_SERVICE",
+)
+"""Of root in a task's container: what the installation of packages needs. Some images let no other
+root write into `/`, such as Podman's without an entry for it."""
 _TIMEOUT_S = 600.0
 _USED = {
     "agent": {"timeout_sec"},
@@ -256,6 +270,7 @@ class TaskContainer(ContainerWorkspace):
     def __init__(self, program: str, task: HarborTask, *, network: bool) -> None:
         limits = {"--cpus": task.cpus, "--memory": None if task.memory_mb is None else f"{task.memory_mb}m"}
         arguments = [part for name, value in limits.items() if value is not None for part in (name, str(value))]
+        arguments += [f"--cap-add={name}" for name in _CAPABILITIES]
         image = task.image or f"localhost/ludic-task:{hash_folder(task.environment)[:24]}"
         super().__init__(program, image, arguments=arguments, network="bridge" if network else "none")
         self._task = task
