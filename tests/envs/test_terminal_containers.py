@@ -58,7 +58,7 @@ async def judge(program, task, script=None):
     try:
         await sandbox.start()
         if script is None:
-            return await solve(task, sandbox)
+            return (await solve(task, sandbox))["reward"]
         await run_script(sandbox, script, {}, timeout_s=60)
         return (await verify(task, sandbox))["reward"]
     finally:

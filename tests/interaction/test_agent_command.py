@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from agent_episodes import FETCHED, REACH, needs_bubblewrap, play
+from agent_episodes import ASK, FETCHED, REACH, needs_bubblewrap, play, quoted
 from real_containers import CGROUP, IMAGE, PROGRAMS, changed_environment
 from real_sandboxes import backend_or_skip
 
@@ -25,14 +25,6 @@ from ludic.envs.workspaces.workspace import BubblewrapWorkspace, FolderWorkspace
 from ludic.errors import ConfigError, RolloutError
 from ludic.interaction.agent_command import AgentCommand, fill
 
-ASK = """
-import json, os, sys, urllib.request
-def ask(text):
-    body = json.dumps({"model": os.environ["LUDIC_MODEL"], "messages": [{"role": "user", "content": text}]}).encode()
-    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
-    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-    return json.load(urllib.request.urlopen(asked, timeout=20))["choices"][0]["message"]["content"]
-"""
 EMPTY_IMAGE = ["--cgroup-parent", f"/{CGROUP}"]
 """Arguments with which the tests' image has links and folders alone."""
 
@@ -68,10 +60,6 @@ def command(program, *arguments, sandbox="none", **settings):
 
 def python_of(sandbox):
     return sys.executable if sandbox == "none" else "/usr/bin/python3"
-
-
-def quoted(program):
-    return program.replace("{", "{{").replace("}", "}}")
 
 
 def container(sandbox):

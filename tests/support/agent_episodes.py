@@ -26,7 +26,19 @@ def reach():
             found[name] = False
     return found
 """
+ASK = """
+import json, os, sys, urllib.request
+def ask(text):
+    body = json.dumps({"model": os.environ["LUDIC_MODEL"], "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(asked, timeout=20))["choices"][0]["message"]["content"]
+"""
 ROW = {"prompt": "question", "question": "question", "answer": "yes", "size": 3, "kind": "image"}
+
+
+def quoted(program):
+    return program.replace("{", "{{").replace("}", "}}")
 
 
 def needs_bubblewrap():

@@ -3,6 +3,7 @@ one's own, and the shell task that is built in."""
 
 import json
 import os
+import shutil
 import sys
 import types
 from collections import namedtuple
@@ -254,3 +255,53 @@ def test_the_shell_task_needs_bubblewrap(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=r"task.kind=terminal needs bubblewrap \(`apt install bubblewrap`"):
         Terminal().demonstrations(1, Random(0))
+
+
+@pytest.mark.integration
+def test_tasks_are_tested_by_their_solutions(tasks):
+    needs_bubblewrap()
+    (tasks / "copy" / "tests" / "test.sh").write_text("echo 1 >/logs/verifier/reward.txt")
+    (tasks / "count" / "solution" / "solve.sh").write_text("exit 3")
+    (tasks / "sum" / "solution" / "solve.sh").unlink()
+    told = run("agent", "try", "--solution", "data=tasks", "task.args.sandbox=bubblewrap", status=1)
+    wrong = {"WRONG  copy: solution 1, nothing done 1", "WRONG  count: solution 0, nothing done 0"}
+    wrong.add("WRONG  sum: GradingError: the task sum has no solution/solve.sh")
+    assert {line for line in told.splitlines() if line.startswith("WRONG")} == wrong
+    assert "17 of 20 tasks are right" in told
+    for name in ("copy", "count", "sum"):
+        shutil.rmtree(tasks / name)
+    given = ["task.args.sandbox=bubblewrap", "--json"]
+    told = run("agent", "try", "--solution", "data=tasks", *given)
+    assert json.loads(told[told.index("{") :]).keys() == {task.name for task in TASKS[3:]}
+
+
+def test_solutions_are_of_task_folders():
+    assert "data=FOLDER" in run("agent", "try", "--solution", "sort", status=2)
+
+
+@pytest.mark.integration
+def test_a_function_works_in_the_sandboxes_of_tasks_before_and_in_a_run(tasks, policy, monkeypatch):
+    """Measuring prompts starts no sandbox, so that many tasks cost nothing before a run."""
+    needs_bubblewrap()
+    started, start = [], BubblewrapRoot.start
+
+    async def counted(sandbox, *arguments):
+        started.append(sandbox)
+        await start(sandbox, *arguments)
+
+    monkeypatch.setattr(BubblewrapRoot, "start", counted)
+    Path("my_agent.py").write_text(
+        "async def solve(session):\n"
+        "    answer = await session.client().chat.completions.create(model='', messages=session.messages)\n"
+        "    await session.workspace.exec(['bash', '-c', 'cp in out'], {})\n"
+        "    return answer.choices[0].message.content\n"
+    )
+    monkeypatch.syspath_prepend(os.getcwd())
+    given = ["data=tasks", f"model={policy}", "agent=my_agent:solve", "task.args.sandbox=bubblewrap", *SMALL[:-1]]
+    shown = run("agent", "try", *given)
+    assert len(started) == 1
+    assert "reward" in shown
+    run("train", *given, "steps=1", "evaluation.prompts=1", "name=trained")
+    assert json.loads(Path("runs/trained/summary.json").read_text())["status"] == "finished"
+    run("eval", "data=tasks", f"model={policy}", *given[2:-3], "name=measured")
+    assert json.loads(Path("runs/measured/summary.json").read_text())["accuracy"]["value"] == 1 / 20  # the task `copy`

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ludic.cli.settings import read_recipe_with_model
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, LudicError
+from ludic.event_loop import describe_error
 from ludic.recipes.agent_section import has_agent
+from ludic.recipes.compose import compose
 from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.types import Step, stored
 
@@ -40,6 +42,33 @@ def try_command(arguments: Sequence[str], *, json_only: bool) -> int:
         console.print(f"Answer: {agent['output']!r:.200}; reward {agent['reward']:g}", markup=False, emoji=False)
         failed = agent["status"] != "ended"
         return int(failed), json.dumps({"calls": rows, "agent": {**agent, "told": line}}, indent=2) + "\n"
+
+    return run_with_console(work, json_only=json_only)
+
+
+def solve_command(arguments: Sequence[str], *, json_only: bool) -> int:
+    """Play the solution of each task folder, and nothing. Returns 1 unless all are right."""
+    from ludic.recipes.build import build_episodic_task
+    from ludic.tasks.harbor import Harbor
+
+    task = build_episodic_task(compose(arguments))
+    if not isinstance(task, Harbor):
+        raise ConfigError("--solution is for task folders; give data=FOLDER, of which each has a task.toml")
+
+    def work(console: Console) -> tuple[int, str]:
+        rewards = dict[str, dict[str, Any]]()
+        for name in sorted(str(problem["id"]) for problem in task.suites()["all"]):
+            try:
+                nothing, solution = asyncio.run(task.try_solution(name))
+                rewards[name] = {"nothing": nothing, "solution": solution}
+            except (LudicError, TimeoutError) as error:
+                rewards[name] = {"error": describe_error(error)}
+            is_right = rewards[name] == {"nothing": 0.0, "solution": 1.0}
+            told = rewards[name].get("error") or f"solution {solution:g}, nothing done {nothing:g}"
+            console.print(f"{'right' if is_right else 'WRONG'}  {name}: {told}", markup=False, emoji=False)
+        wrong = sum(each != {"nothing": 0.0, "solution": 1.0} for each in rewards.values())
+        console.print(f"{len(rewards) - wrong} of {len(rewards)} tasks are right: solution 1, nothing done 0")
+        return int(wrong > 0), json.dumps(rewards, indent=2) + "\n"
 
     return run_with_console(work, json_only=json_only)
 

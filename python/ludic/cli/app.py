@@ -286,13 +286,19 @@ def try_agent(
         list[str] | None,
         typer.Argument(metavar="[RECIPE | RUN] [KEY=VALUE]...", help="With model=DIRECTORY and agent.function or agent.command."),
     ] = None,
+    solution: Annotated[
+        bool, typer.Option("--solution", help="Test the task folders of data=FOLDER by their own solutions instead.")
+    ] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the calls, as JSON, on standard output.")] = False,
 ) -> int:
     """Play one episode of an agent, and show its calls: which continues which, which prompts were
-    encoded again and why, and which settings were ignored."""
-    from ludic.cli.agent import try_command
+    encoded again and why, and which settings were ignored.
 
-    return try_command(arguments or (), json_only=json_only)
+    With `--solution` no model is needed: each task folder of `data` is tested by its own solution,
+    which must earn 1, and by doing nothing, which must earn 0."""
+    from ludic.cli.agent import solve_command, try_command
+
+    return (solve_command if solution else try_command)(arguments or (), json_only=json_only)
 
 
 @agents.command("serve")

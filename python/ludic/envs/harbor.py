@@ -197,11 +197,11 @@ def _read_size(where: str, size: Any) -> int | None:
 MakeSandbox = Callable[[HarborTask], Sandbox]
 
 
-def choose_sandbox(task: HarborTask, kind: str, *, network: bool = False) -> Callable[[], Sandbox]:
+def choose_sandbox(task: HarborTask, kind: str, *, network: bool = False, mounts: Sequence[str] = ()) -> Callable[[], Sandbox]:
     """What makes the sandboxes of a task: `docker`, `podman`, `bubblewrap`, or `module:name` of
     your own, called with the task. `auto` is Docker, else Podman, else bubblewrap. `network`:
-    containers have one if the task allows it. Raises ConfigError, which names the task, for one
-    that cannot be used."""
+    containers have one if the task allows it. `mounts`: folders that are shown, too. Raises
+    ConfigError, which names the task, for one that cannot be used."""
     if ":" in kind:
         make: MakeSandbox = import_named(kind, "task.args.sandbox")
         return lambda: make(task)
@@ -211,9 +211,9 @@ def choose_sandbox(task: HarborTask, kind: str, *, network: bool = False) -> Cal
         needed = "Docker, Podman or bubblewrap" if kind == "auto" else program
         raise ConfigError(f"task.args.sandbox ({kind}) needs {needed}, which is not installed or may not be used here")
     if program != "bubblewrap":
-        return lambda: TaskContainer(program, task, network=network and task.allows_network)
+        return lambda: TaskContainer(program, task, network=network and task.allows_network, mounts=mounts)
     copies, folder, variables = plan_root(task)
-    return lambda: BubblewrapRoot(copies, folder=folder, env={**variables, **task.env})
+    return lambda: BubblewrapRoot(copies, folder=folder, env={**variables, **task.env}, mounts=mounts)
 
 
 @cache
@@ -267,12 +267,12 @@ def _join(folder: str, path: str) -> str:
 class TaskContainer(ContainerWorkspace):
     """A container of a task's image, which is built once for each content of `environment/`."""
 
-    def __init__(self, program: str, task: HarborTask, *, network: bool) -> None:
+    def __init__(self, program: str, task: HarborTask, *, network: bool, mounts: Sequence[str] = ()) -> None:
         limits = {"--cpus": task.cpus, "--memory": None if task.memory_mb is None else f"{task.memory_mb}m"}
         arguments = [part for name, value in limits.items() if value is not None for part in (name, str(value))]
         arguments += [f"--cap-add={name}" for name in _CAPABILITIES]
         image = task.image or f"localhost/ludic-task:{hash_folder(task.environment)[:24]}"
-        super().__init__(program, image, arguments=arguments, network="bridge" if network else "none")
+        super().__init__(program, image, mounts=mounts, arguments=arguments, network="bridge" if network else "none")
         self._task = task
 
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:

@@ -12,6 +12,7 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
 from ludic.envs.env import SingleAgentEnv, check_step
@@ -83,12 +84,15 @@ def read_dollar(text: str) -> str | None:
 
 
 class TerminalEnv(SingleAgentEnv):
-    """One episode of a task, in a sandbox of its own, which `close` deletes.
+    """One episode of a task, in a sandbox of its own, which starts with the first command, and
+    which `close` deletes.
 
     An action is a command, and the observation its output. An action without a command ends the
     work, and so do the last of `max_turns` actions and the task's deadline; then all processes of
     the sandbox end, and `tests/test.sh` judges it. If the sandbox fails, the episode does
     (RolloutError), and if the script fails to write a reward, too (GradingError): neither scores.
+
+    An agent of the user's own works in `open_sandbox()` instead, and then `judge` is called.
     """
 
     def __init__(
@@ -106,49 +110,64 @@ class TerminalEnv(SingleAgentEnv):
         self._task, self._make_sandbox, self._read_command = task, make_sandbox, read_command
         self._max_turns, self._command_timeout_s, self._most_shown = max_turns, command_timeout_s, most_shown
         self._sandbox: Sandbox | None = None
+        self._has_begun = False
         self._obs, self._turns, self._timed_out = task.instruction, 0, 0
         self._deadline = math.inf
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]
         await self.close()
-        self._obs, self._turns, self._timed_out = self._task.instruction, 0, 0
-        self._sandbox = self._make_sandbox()
-        async with asyncio.timeout(START_S):
-            await self._sandbox.start()
-        self._deadline = monotonic() + self._task.agent_timeout_s
+        self._obs, self._turns, self._timed_out, self._has_begun = self._task.instruction, 0, 0, True
         return self._obs, {}
 
+    async def open_sandbox(self) -> Sandbox:
+        """The sandbox, which is started if it is not yet; then the task's deadline begins."""
+        if self._sandbox is None:
+            self._sandbox = self._make_sandbox()
+            async with asyncio.timeout(START_S):
+                await self._sandbox.start()
+            self._deadline = monotonic() + self._task.agent_timeout_s
+        return self._sandbox
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the task's deadline; without a sandbox, infinite."""
+        return self._deadline - monotonic()
+
     async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]
-        check_step(self._sandbox is not None, "the episode has not begun, or has ended")
-        assert self._sandbox is not None
+        check_step(self._has_begun, "the episode has not begun, or has ended")
         self._turns += 1
         try:
             command = self._read_command(action)
-            self._obs = "" if command is None else await self._run(self._sandbox, command)
+            self._obs = "" if command is None else await self._run(command)
         except NoCommandError as error:
             command, self._obs = "", f"No command was run: {error}."
-        is_late = monotonic() >= self._deadline
-        if command is not None and self._turns < self._max_turns and not is_late:
+        if command is not None and self._turns < self._max_turns and self.seconds_left > 0:
             return StepOutcome(self._obs, 0.0, False, False, {})
-        rewards = await verify(self._task, self._sandbox)
-        info: Info = {COMMANDS_INFO: self._turns - (command is None), TIMED_OUT_INFO: self._timed_out}
-        info |= {f"verifier/{name}": value for name, value in rewards.items() if name != "reward"}
+        return await self.judge({COMMANDS_INFO: self._turns - (command is None), TIMED_OUT_INFO: self._timed_out})
+
+    async def judge(self, info: Info = MappingProxyType({})) -> StepOutcome:  # type: ignore[assignment]
+        """End the work, and judge it."""
+        sandbox, is_late = await self.open_sandbox(), self.seconds_left <= 0
+        rewards = await verify(self._task, sandbox)
         await self.close()
-        return StepOutcome(self._obs, rewards["reward"], is_late, not is_late, info)
+        measured = {f"verifier/{name}": value for name, value in rewards.items() if name != "reward"}
+        return StepOutcome(self._obs, rewards["reward"], is_late, not is_late, {**info, **measured})
 
     def env_current_obs(self) -> str:
         return self._obs
 
     async def close(self) -> None:
         sandbox, self._sandbox = self._sandbox, None
+        self._deadline, self._has_begun = math.inf, False
         if sandbox is not None:
             await sandbox.stop()
 
-    async def _run(self, sandbox: Sandbox, command: str) -> str:
+    async def _run(self, command: str) -> str:
         """What the model sees of a command."""
         if "\0" in command or len(command.encode(errors="replace")) > LONGEST_COMMAND:
             raise NoCommandError(f"a command has no NUL, and at most {LONGEST_COMMAND} bytes")
-        left = min(self._command_timeout_s, self._deadline - monotonic())
+        sandbox = await self.open_sandbox()
+        left = min(self._command_timeout_s, self.seconds_left)
         try:
             text, status = await run_script(sandbox, command, {}, timeout_s=left)
         except TimeoutError:
@@ -228,12 +247,15 @@ def read_rewards(as_json: str | None, as_text: str | None) -> dict[str, float]:
     return rewards
 
 
-async def solve(task: HarborTask, sandbox: Sandbox) -> float:
-    """The reward of the task's own solution, in a sandbox that has started: the test of a task."""
+async def solve(task: HarborTask, sandbox: Sandbox) -> dict[str, float]:
+    """What `verify` returns after the task's own solution, in a sandbox that has started: the test
+    of a task."""
+    if not (task.folder / "solution" / "solve.sh").is_file():
+        raise GradingError(f"the task {task.name} has no solution/solve.sh")
     await sandbox.put(task.folder / "solution", "/solution")
     script = "bash /solution/solve.sh; rm -rf /solution"
     await run_script(sandbox, script, task.solution_env, timeout_s=task.agent_timeout_s)
-    return (await verify(task, sandbox))["reward"]
+    return await verify(task, sandbox)
 
 
 def write_task(folder: Path, *, instruction: str, test: str, files: Mapping[str, str], solution: str = "") -> Path:

@@ -20,7 +20,7 @@ from ludic.inference.gateway.session import Session
 
 SHOWN = 2000
 """Characters of a command's errors in messages."""
-SANDBOXES = ("auto", "bubblewrap", "docker", "podman", "none")
+SANDBOXES = ("auto", "bubblewrap", "docker", "podman", "task", "none")
 PROMPT_FILE = ".prompt"
 CANNOT_RUN = 126
 """The least status of a command that a shell could not run, or that a signal ended."""
@@ -45,8 +45,9 @@ class AgentCommand:
 
     `sandbox`: `bubblewrap`, `docker` and `podman` show it its folder, the gateway of its own
     episode at 127.0.0.1, and of other files `/usr` or those of `image`. `none` runs it as this
-    user, with everything that this user may do. `auto` is bubblewrap, and with an image Docker or
-    Podman. All processes of a command end with it.
+    user, with everything that this user may do. `task` is the one of a terminal task, which judges
+    it. `auto` is bubblewrap, and with an image Docker or Podman. All processes of a command end
+    with it.
     """
 
     argv: Sequence[str]
@@ -99,6 +100,10 @@ class AgentCommand:
             )
         if chosen == "none" and self.mounts:
             raise ConfigError("agent.mounts are of a sandbox, and agent.sandbox is none; leave one out")
+        if chosen == "task":
+            if found := [name for name in ("mounts", "files", "verify", "tests") if getattr(self, name)]:
+                raise ConfigError(f"agent.{found[0]} is not of a task's own sandbox; see task.args ({found[0]})")
+            return
         if chosen == "none":
             self._check_program()
         elif not (is_bubblewrap_available() if chosen == "bubblewrap" else is_program_ready(chosen)):
@@ -169,7 +174,7 @@ class AgentCommand:
         workspace: Workspace = session.workspace
         return {
             "prompt": session.prompt,
-            "prompt_file": f"{workspace.folder}/{PROMPT_FILE}",
+            **({} if self.sandbox == "task" else {"prompt_file": f"{workspace.folder}/{PROMPT_FILE}"}),
             "workspace": workspace.folder,
             "base_url": f"http://127.0.0.1:{PORT}/v1" if workspace.is_contained else session.base_url,
             "api_key": session.api_key,

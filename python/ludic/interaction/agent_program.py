@@ -11,11 +11,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from math import inf
 from time import monotonic
 from typing import Any, Literal
 
 from ludic.context import GivenDialog
 from ludic.envs.env import LudicEnv
+from ludic.envs.terminal import TerminalEnv
+from ludic.envs.workspaces.workspace import Workspace
 from ludic.errors import ConfigError, RolloutError, check_value
 from ludic.event_loop import await_if_needed, describe_error, run_in_daemon_thread
 from ludic.images.content import join_contents, show_content, to_openai
@@ -126,7 +129,8 @@ class _Ended:
 
 class AgentProtocol(InteractionProtocol):
     """One episode of an agent in an environment of one turn: a session is opened, the agent works,
-    and what it returns is the action.
+    and what it returns is the action. In a terminal task it works in the task's sandbox, which is
+    judged.
 
     Every call that was answered, and that the agent has received, is a step with exactly the tokens
     that the model read and sampled. Its info has `call`, `parent` (the call that it continues, or
@@ -158,7 +162,11 @@ class AgentProtocol(InteractionProtocol):
         context.on_env_reset(observation, info)
         row = getattr(env, "sample", None)
         command = self._use.function if isinstance(self._use.function, AgentCommand) else None
-        async with command.open_workspace(row or {}) if command else nullcontext() as workspace:
+        shell = env if isinstance(env, TerminalEnv) else None
+        own: Any = nullcontext(await shell.open_sandbox() if shell else None)
+        async with command.open_workspace(row or {}) if command and not shell else own as workspace:
+            if command and not isinstance(workspace, Workspace):
+                raise ConfigError("a command cannot reach the model from a sandbox of your own; use agent.function")
             session = self._gateway.open(
                 sampling=(inference or InferenceSpec()).sampling,
                 seed=sampling_seed,
@@ -167,12 +175,12 @@ class AgentProtocol(InteractionProtocol):
                 messages=to_openai(context.on_before_act(), current_store()),
                 row=row,
                 workspace=workspace,
-                socket=None if workspace is None else workspace.socket,
+                socket=getattr(workspace, "socket", None),
             )
             try:
-                if command:
+                if command and not shell:
                     await command.start(session)
-                ended = await self._play(session)
+                ended = await self._play(session, shell.seconds_left if shell else inf)
             finally:
                 counted = await self._gateway.close_session(session)
             if (error := counted.error) is not None:
@@ -183,14 +191,15 @@ class AgentProtocol(InteractionProtocol):
             trained = self._choose_trained(session.calls)
             if command and command.verify is not None:
                 ended.verified = await self._verify(command, session)
-        outcome = await await_if_needed(env.env_step(ended.output))  # type: ignore[attr-defined]
+        outcome = await (shell.judge() if shell else await_if_needed(env.env_step(ended.output)))  # type: ignore[attr-defined]
         return [make_rollout(trained, session.calls, ended, outcome, counted)]
 
-    async def _play(self, session: Session) -> _Ended:
+    async def _play(self, session: Session, seconds: float) -> _Ended:
         """Run the agent. Raises RolloutError for an end that loses the episode."""
         ended, started = _Ended(), monotonic()
+        seconds = min(seconds, inf if self._use.timeout_s is None else self._use.timeout_s)
         try:
-            async with asyncio.timeout(self._use.timeout_s) as deadline:
+            async with asyncio.timeout(None if seconds == inf else seconds) as deadline:
                 ended.output = read_output(await self._call(session), session)
         except Exception as error:  # of the user's agent
             ended.status, ended.error = "failed", error
@@ -199,7 +208,7 @@ class AgentProtocol(InteractionProtocol):
             await session.close_clients()
         if deadline.expired():  # also if the agent made another error of it, or went on
             ended.status, ended.output = "timeout", ""
-            ended.error = TimeoutError(f"it reached agent.timeout_s ({self._use.timeout_s:g})")
+            ended.error = TimeoutError(f"it reached its deadline, after {seconds:.0f} s")
         ended.seconds = monotonic() - started
         rule = self._use.on_timeout if ended.status == "timeout" else self._use.on_error
         if ended.error is not None and (rule == "lose" or isinstance(ended.error, ConfigError)):

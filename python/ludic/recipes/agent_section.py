@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
 
 from ludic.errors import ConfigError
@@ -49,8 +49,9 @@ class AgentSection:
     """The answer of a command: `stdout`, `last_message` (of its last call), or `file:NAME`."""
     sandbox: str = setting("auto", choices=SANDBOXES, needs=_PROCESS)
     """`bubblewrap`: a command sees /usr, a folder of its own, and no network but the gateway.
-    `docker`, `podman`: the same in a container of `agent.image`. `none`: it runs as you. `auto`:
-    bubblewrap, or with an image docker, else podman; an error if that is not there."""
+    `docker`, `podman`: the same in a container of `agent.image`. `none`: it runs as you. `task`:
+    the sandbox of a task of Harbor's kind. `auto`: that of such a task, else bubblewrap, or with an
+    image docker, else podman; an error if that is not there."""
     image: Optional[str] = setting(None, needs=_COMMAND)  # noqa: UP045
     """The image of a container for each episode, such as `python:3.12` or "{row.image}"."""
     container_args: list[str] = field(default_factory=list, metadata={"needs": "agent.image"})
@@ -107,11 +108,18 @@ def has_agent(section: AgentSection) -> bool:
     return any(each is not None for each in (section.function, section.command, section.preset))
 
 
-def build_agent(section: AgentSection, *, context: int | None) -> AgentUse | None:
+def build_agent(section: AgentSection, *, context: int | None, in_task: bool = False) -> AgentUse | None:
     """The agent with its limits; None without one. `context`: the tokens of a prompt and its
-    answer, unless the section says."""
+    answer, unless the section says. `in_task`: the task has sandboxes, in which agents work."""
     if not has_agent(section):
         return None
+    if section.isolate == "fork" and in_task:
+        raise ConfigError(
+            "agent.isolate=fork has a sandbox of its own, and the task has one, too; use agent.command, or leave it out"
+        )
+    if in_task != (section.sandbox == "task") and section.sandbox != "auto":
+        raise ConfigError(f"agent.sandbox ({section.sandbox}): `task` belongs to task.kind=harbor alone; leave it out")
+    section = replace(section, sandbox="task") if in_task else section
     values = {item.name: getattr(section, item.name) for item in fields(AgentUse) if hasattr(section, item.name)}
     if ":" in section.train:
         values["train"] = import_named(section.train, "agent.train")

@@ -118,11 +118,11 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
         check_value(f"{name} of the task {recipe.task.kind}", number, remedy, whole=True, least=1)
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     functions, rollout = find_tools(recipe.tools, **asdict(recipe.mcp)), recipe.rollout
-    agent = build_agent(recipe.agent, context=recipe.trainer.max_seq_len)
+    agent = build_agent(recipe.agent, context=recipe.trainer.max_seq_len, in_task=isinstance(task, Harbor))
     if "verified" in given and recipe.agent.verify is None:
         raise ConfigError("reward=verified is the number that a command writes; set agent.verify=[...] too")
     if agent is not None:
-        if task.max_turns > 1:
+        if task.max_turns > 1 and not isinstance(task, Harbor):
             raise ConfigError(
                 f"an agent needs a task of one turn, and {recipe.task.kind} has up to {task.max_turns}; leave it out"
             )

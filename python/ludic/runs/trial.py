@@ -5,7 +5,6 @@ shows a model; and whether the prompts of a data set leave room for an answer.""
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -16,7 +15,7 @@ from typing import Any
 from ludic.context import GivenDialog
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, LudicError, error_location
-from ludic.event_loop import call_outside_loop
+from ludic.event_loop import await_if_needed, call_outside_loop
 from ludic.images.content import intern_observation
 from ludic.images.store import current_store
 from ludic.inference import ChatCompletionRequest
@@ -232,6 +231,14 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
         raise ConfigError(f"trainer.max_seq_len ({room}) must exceed the shortest prompt ({shortest} tokens)")
 
 
+async def _begin(env: Any) -> Any:
+    """The first observation of an environment, which is closed."""
+    try:
+        return await await_if_needed(env.env_reset())
+    finally:
+        await close_environment(env)
+
+
 class PromptLengths:
     """Measures the first prompts of a task's problems in tokens."""
 
@@ -242,9 +249,9 @@ class PromptLengths:
 
     def measure(self, problem: Episode, *, with_system_prompt: bool = True) -> int:
         context = GivenDialog(self.system_prompt if with_system_prompt else None)
-        first = self._task.make_env(problem).env_reset()
-        observation, info = asyncio.run(first) if inspect.iscoroutine(first) else first
-        context.on_env_reset(*store_images((observation, info)))
+        begun = _begin(self._task.make_env(problem))
+        observation, info = store_images(call_outside_loop(lambda: asyncio.run(begun), on_interrupt=lambda: None))
+        context.on_env_reset(observation, info)
         arguments = read_template_kwargs(info, f"problem {problem['id']}")
         return len(self._tokens.encode(Dialogue(context.on_before_act(), self._tools, arguments)).ids)
 

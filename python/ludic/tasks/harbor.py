@@ -3,6 +3,7 @@ task's own script judges it."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from ludic.data.sources import list_task_folders
 from ludic.envs.harbor import HarborTask, choose_sandbox, hash_folder, read_task
-from ludic.envs.terminal import COMMANDS_INFO, SHELL_RULES, TIMED_OUT_INFO, TerminalEnv
+from ludic.envs.terminal import COMMANDS_INFO, SHELL_RULES, START_S, TIMED_OUT_INFO, TerminalEnv, solve, verify
 from ludic.errors import ConfigError, check_value
 from ludic.tasks.episodic import Episode, EpisodicTask, Problem, ProblemList
 
@@ -39,6 +40,7 @@ class Harbor(ProblemList, EpisodicTask):
         sandbox: str = "auto",
         network: bool = False,
         secrets: Sequence[str] = (),
+        mounts: Sequence[str] = (),
         measures: Sequence[str] = (),
         max_turns: int = max_turns,
         max_new_tokens: int = max_new_tokens,
@@ -48,8 +50,10 @@ class Harbor(ProblemList, EpisodicTask):
         """`heldout_data`: a folder of tasks that are held out, instead of a part of `data`.
 
         `sandbox`: see `ludic.envs.harbor.choose_sandbox`. `network`: containers have a network, if
-        the task allows it. `secrets`: variables of this process that tasks may have. `measures`:
-        other numbers of `reward.json` to log. `most_shown`: characters of an output.
+        the task allows it. `secrets`: variables of this process that tasks may have. `mounts`:
+        folders that sandboxes show at the same path, to read alone, such as an agent and its
+        interpreter. `measures`: other numbers of `reward.json` to log. `most_shown`: characters of
+        an output.
         """
         if not isinstance(data, str):
             raise ConfigError(f"data ({data!r}) must be a folder of tasks, each with a task.toml; give data=FOLDER")
@@ -64,7 +68,7 @@ class Harbor(ProblemList, EpisodicTask):
         self._tasks = tasks | ({} if heldout_data is None else self._read(heldout_data))
         if self._told:
             logger.warning("keys of task.toml without an effect here: %s", ", ".join(sorted(self._told)))
-        self._makers = {name: choose_sandbox(task, sandbox, network=network) for name, task in self._tasks.items()}
+        self._makers = {name: choose_sandbox(task, sandbox, network=network, mounts=mounts) for name, task in self._tasks.items()}
         names = Random("held out").sample(sorted(tasks), len(tasks))
         if heldout_data is None:
             count = max(1, len(names) // 10) if num_heldout is None else num_heldout
@@ -83,6 +87,20 @@ class Harbor(ProblemList, EpisodicTask):
     def make_env(self, episode: Episode) -> TerminalEnv:
         name = str(episode["id"])
         return TerminalEnv(self._tasks[name], self._makers[name], **self._settings)  # type: ignore[arg-type]
+
+    async def try_solution(self, name: str) -> tuple[float, float]:
+        """The rewards of a task if nothing is done, and of its own solution. Right is 0 and 1.
+        Raises GradingError or RolloutError without a reward."""
+        rewards = []
+        for judge in (verify, solve):
+            sandbox = self._makers[name]()
+            try:
+                async with asyncio.timeout(START_S):
+                    await sandbox.start()
+                rewards.append((await judge(self._tasks[name], sandbox))["reward"])
+            finally:
+                await sandbox.stop()
+        return rewards[0], rewards[1]
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
         """The tasks held out, and all."""

@@ -49,8 +49,6 @@ class ContainerWorkspace(Workspace):
     async def start(self, files: Path | None = None, texts: Mapping[str, str] = MappingProxyType({})) -> None:
         await run_to_completion(asyncio.to_thread(_remover, self._program))
         await super().start(files, texts)
-        if self.socket is not None and self.socket.exists():
-            self.socket.chmod(0o666)  # the image says as which user its programs run
         await self._have_image()
         volumes = [(str(self._run), RUN), *((path, path) for path in self._mounts)]
         shown = [part for source, target in volumes for part in ("--volume", f"{source}:{target}:ro")]
@@ -81,6 +79,8 @@ class ContainerWorkspace(Workspace):
     async def exec(self, argv: Sequence[str], variables: Mapping[str, str]) -> Ended:
         await self._end_processes()
         self._has_run = True
+        if self.socket is not None and self.socket.exists():
+            self.socket.chmod(0o666)  # the image says as which user its programs run
         return await self._exec(*RELAY, *argv, told=tell(variables))
 
     async def put(self, source: Path, name: str) -> str:

@@ -65,9 +65,10 @@ class BubblewrapRoot(BubblewrapWorkspace):
         folder: str = HOME,
         env: Mapping[str, str] = MappingProxyType({}),
         texts: Mapping[str, str] = MappingProxyType({}),
+        mounts: Sequence[str] = (),
     ) -> None:
         """`texts`: further files of `folder`, by their names."""
-        super().__init__()
+        super().__init__(mounts)
         self.folder, self._copies, self._env, self._texts = folder, copies, env, texts
 
     @property

@@ -99,7 +99,7 @@ class Session:
     model: str = "policy"
     seed: int | None = None
     workspace: Any = None
-    """The `Workspace` of the episode, for commands."""
+    """The `Workspace` of a command, or the sandbox of a terminal task."""
     calls: list[Call] = field(default_factory=list)
     _clients: list[Any] = field(default_factory=list, repr=False)
 
