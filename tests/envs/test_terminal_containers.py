@@ -36,7 +36,7 @@ USED = [
     "sed",
     "awk",
 ]
-USED += ["find", "cut", "uniq", "join", "tar", "ls", "env", "touch"]
+USED += ["find", "cut", "uniq", "join", "tar", "ls", "env", "touch", "ln", "readlink", "gzip"]
 
 
 def in_containers(name):

@@ -13,6 +13,7 @@ import re
 import shlex
 import threading
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -287,7 +288,7 @@ class TaskContainer(ContainerWorkspace):
         self.folder = self._task.workdir or shown.stdout.strip() or "/"
 
     def _build(self) -> None:
-        with _BUILDING:
+        with _BUILDING[self._image]:
             known = run_podman([self._program, "image", "inspect", "--", self._image], timeout_s=START_S)
             if known.returncode:
                 argv = [self._program, "build", "--quiet", "--tag", self._image, str(self._task.environment)]
@@ -295,8 +296,8 @@ class TaskContainer(ContainerWorkspace):
                 run_podman(argv, timeout_s=self._task.build_timeout_s, failure=failure)
 
 
-_BUILDING = threading.Lock()
-"""An image is built once, by the first episode that needs it."""
+_BUILDING: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+"""Each image is built once, by the first episode that needs it; others beside it."""
 
 
 def hash_folder(folder: Path) -> str:
