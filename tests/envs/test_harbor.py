@@ -214,7 +214,7 @@ def test_the_choice_of_auto_is_a_container_where_there_are_some(folder, monkeypa
     made = {}
     for ready, kind in {("docker", "podman"): "docker", ("podman", "bubblewrap"): "podman"}.items():
         monkeypatch.setattr(harbor, "_is_ready", ready.__contains__)
-        monkeypatch.setattr(harbor, "TaskContainer", lambda program, task, network: made.update({program: network}))
+        monkeypatch.setattr(harbor, "TaskContainer", lambda program, task, network, mounts: made.update({program: network}))
         choose_sandbox(read_task(folder), "auto", network=True)()
         assert made == {kind: True}
         made.clear()

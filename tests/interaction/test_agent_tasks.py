@@ -85,6 +85,7 @@ async def test_the_deadline_of_the_task_ends_an_agent_and_its_work_is_judged(tas
     rollout = await play(task, work_and_wait)
     assert (rollout.total_reward, rollout.steps[-1].truncated) == (1.0, True)
     assert rollout.meta["agent"]["status"] == "timeout"
+    assert "the task's deadline" in rollout.meta["agent"]["error"]
 
 
 @pytest.mark.integration

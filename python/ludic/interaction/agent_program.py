@@ -197,7 +197,9 @@ class AgentProtocol(InteractionProtocol):
     async def _play(self, session: Session, seconds: float) -> _Ended:
         """Run the agent. Raises RolloutError for an end that loses the episode."""
         ended, started = _Ended(), monotonic()
-        seconds = min(seconds, inf if self._use.timeout_s is None else self._use.timeout_s)
+        limit = inf if self._use.timeout_s is None else self._use.timeout_s
+        reached = "the task's deadline" if seconds < limit else f"agent.timeout_s ({limit:g})"
+        seconds = min(seconds, limit)
         try:
             async with asyncio.timeout(None if seconds == inf else seconds) as deadline:
                 ended.output = read_output(await self._call(session), session)
@@ -208,7 +210,7 @@ class AgentProtocol(InteractionProtocol):
             await session.close_clients()
         if deadline.expired():  # also if the agent made another error of it, or went on
             ended.status, ended.output = "timeout", ""
-            ended.error = TimeoutError(f"it reached its deadline, after {seconds:.0f} s")
+            ended.error = TimeoutError(f"it reached {reached}")
         ended.seconds = monotonic() - started
         rule = self._use.on_timeout if ended.status == "timeout" else self._use.on_error
         if ended.error is not None and (rule == "lose" or isinstance(ended.error, ConfigError)):
