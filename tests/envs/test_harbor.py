@@ -220,6 +220,15 @@ def test_the_choice_of_auto_is_a_container_where_there_are_some(folder, monkeypa
         made.clear()
 
 
+def test_a_program_that_is_installed_later_is_found(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"needs podman"):
+        choose_sandbox(read_task(folder), "podman")
+    (tmp_path / "podman").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "podman").chmod(0o755)
+    choose_sandbox(read_task(folder), "podman")
+
+
 def make_own(task):
     return task.name
 

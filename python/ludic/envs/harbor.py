@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shlex
+import shutil
 import threading
 import tomllib
 from collections import defaultdict
@@ -217,9 +218,14 @@ def choose_sandbox(task: HarborTask, kind: str, *, network: bool = False, mounts
     return lambda: BubblewrapRoot(copies, folder=folder, env={**variables, **task.env}, mounts=mounts)
 
 
-@cache
 def _is_ready(program: str) -> bool:
-    return is_bubblewrap_available() if program == "bubblewrap" else is_program_ready(program)
+    return _try_program(program, shutil.which("bwrap" if program == "bubblewrap" else program))
+
+
+@cache
+def _try_program(program: str, path: str | None) -> bool:
+    """Whether the program at `path` works here. Many tasks ask, and a trial starts a process."""
+    return path is not None and (is_bubblewrap_available() if program == "bubblewrap" else is_program_ready(program))
 
 
 def plan_root(task: HarborTask) -> tuple[list[tuple[Path, str]], str, dict[str, str]]:
