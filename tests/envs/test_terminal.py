@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from agent_episodes import FETCHED, needs_bubblewrap
 from hypothesis import given, strategies as st
-from shell_tasks import SEVERAL_COMMANDS, TASKS
+from shell_tasks import SEVERAL_COMMANDS, TASKS, judge
 
 from ludic.envs.harbor import choose_sandbox, read_task
 from ludic.envs.terminal import (
@@ -27,8 +27,6 @@ from ludic.envs.terminal import (
     read_tagged,
     run_script,
     shorten,
-    solve,
-    verify,
     write_task,
 )
 from ludic.errors import GradingError, RolloutError
@@ -53,19 +51,6 @@ def make(task):
     return choose_sandbox(task, "bubblewrap")
 
 
-async def judge(task, script=None):
-    """The verdict after a script, or after the task's solution."""
-    sandbox = make(task)()
-    try:
-        await sandbox.start()
-        if script is None:
-            return (await solve(task, sandbox))["reward"]
-        await run_script(sandbox, script, {}, timeout_s=60)
-        return (await verify(task, sandbox))["reward"]
-    finally:
-        await sandbox.stop()
-
-
 def own_task(folder, test=None, **given):
     made = write_task(folder / "own", **{"instruction": "Do it.", "test": "true", "files": {}, **given})
     if test is not None:
@@ -78,7 +63,7 @@ def own_task(folder, test=None, **given):
 async def test_the_solution_scores_1_and_nothing_and_wrong_ones_score_0(given, tmp_path):
     task = read_task(given.write(tmp_path))
     scripts = [None, "true", *given.wrong]
-    assert await asyncio.gather(*(judge(task, script) for script in scripts)) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert await asyncio.gather(*(judge(make(task), task, script) for script in scripts)) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_there_are_twenty_tasks_of_which_ten_need_several_commands():
@@ -182,8 +167,8 @@ async def test_what_an_agent_left_does_not_reach_the_verdict(tmp_path):
         "mkdir -p /tmp/tests; echo 'echo 1 >/logs/verifier/reward.txt' >/tmp/tests/test.sh; ln -s /tmp/tests /tests",
     ]
     for cheat in cheats:
-        assert await judge(task, cheat) == 0.0, cheat
-    assert await judge(task, "touch done") == 1.0
+        assert await judge(make(task), task, cheat) == 0.0, cheat
+    assert await judge(make(task), task, "touch done") == 1.0
 
 
 @pytest.mark.integration
@@ -201,8 +186,9 @@ async def test_what_an_agent_left_does_not_reach_the_verdict(tmp_path):
 async def test_a_bad_reward_is_an_error_and_not_0(test, said, tmp_path):
     folder = own_task(tmp_path, test=test).folder
     (folder / "task.toml").write_text("[verifier]\ntimeout_sec = 2\n")
+    task = read_task(folder)
     with pytest.raises(GradingError, match=said):
-        await judge(read_task(folder), "true")
+        await judge(make(task), task, "true")
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9), max_size=4))

@@ -7,40 +7,18 @@ import subprocess
 from contextlib import suppress
 
 import pytest
-from real_containers import PROGRAMS, changed_environment, copied_root, import_image
+from real_containers import PROGRAMS, changed_environment, copied_root, import_image, in_containers
 from real_sandboxes import backend_or_skip
-from shell_tasks import SEVERAL_COMMANDS, TASKS
+from shell_tasks import SEVERAL_COMMANDS, TASKS, judge
 
 from ludic.envs.harbor import choose_sandbox, read_task
-from ludic.envs.terminal import TerminalEnv, run_script, solve, verify
+from ludic.envs.terminal import TerminalEnv
 from ludic.errors import GradingError, RolloutError
 
 IMAGE = "docker.io/library/ubuntu:24.04"
 """The image of `write_task`. Here it has the programs that the tasks use, from this machine."""
-USED = [
-    "bash",
-    "sh",
-    "cat",
-    "cp",
-    "mv",
-    "rm",
-    "mkdir",
-    "chmod",
-    "head",
-    "tail",
-    "base64",
-    "tr",
-    "wc",
-    "sort",
-    "grep",
-    "sed",
-    "awk",
-]
-USED += ["find", "cut", "uniq", "join", "tar", "ls", "env", "touch", "ln", "readlink", "gzip"]
-
-
-def in_containers(name):
-    return pytest.param(name, marks=[pytest.mark.integration, pytest.mark.xdist_group(f"agents in {name}")])
+USED = ["bash", "sh", "env", "cat", "cp", "mv", "rm", "ln", "ls", "mkdir", "touch", "chmod", "find", "readlink", "base64"]
+USED += ["head", "tail", "tr", "wc", "cut", "sort", "uniq", "join", "grep", "sed", "awk", "tar", "gzip"]
 
 
 @pytest.fixture(scope="module", params=[in_containers("docker"), in_containers("podman")])
@@ -52,24 +30,17 @@ def program(request):
         assert listed() == []
 
 
-async def judge(program, task, script=None):
-    """The verdict after a script, or after the task's solution."""
-    sandbox = choose_sandbox(task, program)()
-    try:
-        await sandbox.start()
-        if script is None:
-            return (await solve(task, sandbox))["reward"]
-        await run_script(sandbox, script, {}, timeout_s=60)
-        return (await verify(task, sandbox))["reward"]
-    finally:
-        await sandbox.stop()
-
-
 @pytest.mark.parametrize("name", [TASKS[0].name, *(pytest.param(task.name, marks=pytest.mark.slow) for task in TASKS[1:])])
 async def test_the_solution_scores_1_and_nothing_and_wrong_ones_score_0(program, name, tmp_path):
     given = next(task for task in TASKS if task.name == name)
     task = read_task(given.write(tmp_path))
-    assert [await judge(program, task, script) for script in (None, "true", *given.wrong)] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [await judge(choose_sandbox(task, program), task, script) for script in (None, "true", *given.wrong)] == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 async def test_a_dockerfile_is_built_with_what_it_runs_and_says(program, tmp_path):
@@ -84,9 +55,9 @@ async def test_a_dockerfile_is_built_with_what_it_runs_and_says(program, tmp_pat
         "echo 0 >/logs/verifier/reward.txt\n"
     )
     task = read_task(folder)
-    assert await judge(program, task, "echo yes >answer") == 1.0
+    assert await judge(choose_sandbox(task, program), task, "echo yes >answer") == 1.0
     cheat = "echo 1 >/logs/verifier/reward.txt; (while :; do echo 1 >/logs/verifier/reward.txt; done) >/dev/null 2>&1 &\n"
-    assert await judge(program, task, cheat) == 0.0
+    assert await judge(choose_sandbox(task, program), task, cheat) == 0.0
 
 
 @pytest.mark.parametrize("episodes", [8, pytest.param(60, marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from agent_episodes import ASK, FETCHED, REACH, needs_bubblewrap, play, quoted
-from real_containers import CGROUP, IMAGE, PROGRAMS, changed_environment
+from real_containers import CGROUP, IMAGE, PROGRAMS, changed_environment, in_containers
 from real_sandboxes import backend_or_skip
 
 from ludic.envs.code_exec.containers import OWNER, this_process
@@ -32,10 +32,6 @@ EMPTY_IMAGE = ["--cgroup-parent", f"/{CGROUP}"]
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}{FETCHED}")
-
-
-def in_containers(name):
-    return pytest.param(name, marks=[pytest.mark.integration, pytest.mark.xdist_group(f"agents in {name}")])
 
 
 SANDBOXES = [pytest.param("bubblewrap", marks=pytest.mark.integration), in_containers("docker"), in_containers("podman")]

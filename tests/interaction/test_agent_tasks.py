@@ -1,6 +1,8 @@
 """Agents of the user's own in the sandbox of a terminal task, which judges what they left."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from agent_episodes import ASK, FETCHED, needs_bubblewrap, quoted
@@ -94,8 +96,25 @@ async def test_the_sandbox_of_an_agent_that_loses_its_episode_is_gone(task):
         await work(session)
         raise ValueError("a fault")
 
+    made, make = [], choose_sandbox(task, "bubblewrap")
+
+    def kept():
+        made.append(make())
+        return made[0]
+
     with pytest.raises(RolloutError, match="a fault"):
-        await play(task, fail, on_error="lose")
+        await play(task, fail, make=kept, on_error="lose")
+    assert not made[0].socket.parent.exists()
+
+
+@pytest.mark.integration
+async def test_a_command_finds_its_programs_in_the_folders_that_are_mounted(task):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "solve.py").write_text(f"{ASK}import subprocess\nsubprocess.run(ask(sys.argv[1]), shell=True)")
+        command = AgentCommand(["/usr/bin/python3", f"{folder}/solve.py", "{prompt}"], sandbox="task")
+        make = choose_sandbox(task, "bubblewrap", mounts=[folder])
+        assert (await play(task, command, make=make)).total_reward == 1.0
 
 
 async def test_a_command_needs_a_sandbox_that_reaches_the_model(tmp_path):

@@ -37,6 +37,11 @@ def cgroups():
     return list(Path("/sys/fs/cgroup").glob(f"*/{CGROUP}")) + list(Path("/sys/fs/cgroup").glob(CGROUP))
 
 
+def in_containers(name):
+    """A parameter of tests, of which one process runs all of that name: they share a daemon."""
+    return pytest.param(name, marks=[pytest.mark.integration, pytest.mark.xdist_group(f"agents in {name}")])
+
+
 def find_or_skip(program):
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("containers of a test's own need Linux and root: run the tests as root")

@@ -5,7 +5,7 @@ show or leave."""
 from pathlib import Path
 from typing import NamedTuple
 
-from ludic.envs.terminal import write_task
+from ludic.envs.terminal import run_script, solve, verify, write_task
 
 LOG = "1 ok\n2 failed\n3 ok\n4 failed\n5 failed\n"
 SCRIPT = "#!/bin/sh\necho hello\n"
@@ -23,6 +23,19 @@ class ShellTask(NamedTuple):
     def write(self, folder: Path) -> Path:
         solution = "\n".join(self.commands) + "\n"
         return write_task(folder / self.name, instruction=self.instruction, test=self.test, files=self.files, solution=solution)
+
+
+async def judge(make, task, script=None):
+    """The verdict in a sandbox that `make` returns, after a script or the task's solution."""
+    sandbox = make()
+    try:
+        await sandbox.start()
+        if script is None:
+            return (await solve(task, sandbox))["reward"]
+        await run_script(sandbox, script, {}, timeout_s=60)
+        return (await verify(task, sandbox))["reward"]
+    finally:
+        await sandbox.stop()
 
 
 def holds(name, text):

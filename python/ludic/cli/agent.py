@@ -56,7 +56,7 @@ def solve_command(arguments: Sequence[str], *, json_only: bool) -> int:
         raise ConfigError("--solution is for task folders; give data=FOLDER, of which each has a task.toml")
 
     def work(console: Console) -> tuple[int, str]:
-        rewards = dict[str, dict[str, Any]]()
+        rewards, num_right = dict[str, dict[str, Any]](), 0
         for name in sorted(str(problem["id"]) for problem in task.suites()["all"]):
             try:
                 nothing, solution = asyncio.run(task.try_solution(name))
@@ -64,11 +64,11 @@ def solve_command(arguments: Sequence[str], *, json_only: bool) -> int:
             except (LudicError, TimeoutError) as error:
                 rewards[name] = {"error": describe_error(error)}
             is_right = rewards[name] == {"nothing": 0.0, "solution": 1.0}
+            num_right += is_right
             told = rewards[name].get("error") or f"solution {solution:g}, nothing done {nothing:g}"
             console.print(f"{'right' if is_right else 'WRONG'}  {name}: {told}", markup=False, emoji=False)
-        wrong = sum(each != {"nothing": 0.0, "solution": 1.0} for each in rewards.values())
-        console.print(f"{len(rewards) - wrong} of {len(rewards)} tasks are right: solution 1, nothing done 0")
-        return int(wrong > 0), json.dumps(rewards, indent=2) + "\n"
+        console.print(f"{num_right} of {len(rewards)} tasks are right: solution 1, nothing done 0")
+        return int(num_right < len(rewards)), json.dumps(rewards, indent=2) + "\n"
 
     return run_with_console(work, json_only=json_only)
 

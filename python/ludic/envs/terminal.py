@@ -145,8 +145,8 @@ class TerminalEnv(SingleAgentEnv):
             return StepOutcome(self._obs, 0.0, False, False, {})
         return await self.judge({COMMANDS_INFO: self._turns - (command is None), TIMED_OUT_INFO: self._timed_out})
 
-    async def judge(self, info: Info = MappingProxyType({})) -> StepOutcome:  # type: ignore[assignment]
-        """End the work, and judge it."""
+    async def judge(self, info: Mapping[str, Any] = MappingProxyType({})) -> StepOutcome:
+        """End the work, and judge it. The outcome has `info` and the verifier's other numbers."""
         sandbox, is_late = await self.open_sandbox(), self.seconds_left <= 0
         rewards = await verify(self._task, sandbox)
         await self.close()

@@ -102,7 +102,9 @@ class AgentCommand:
             raise ConfigError("agent.mounts are of a sandbox, and agent.sandbox is none; leave one out")
         if chosen == "task":
             if found := [name for name in ("mounts", "files", "verify", "tests") if getattr(self, name)]:
-                raise ConfigError(f"agent.{found[0]} is not of a task's own sandbox; see task.args ({found[0]})")
+                raise ConfigError(
+                    f"agent.{found[0]} has no effect in a task's own sandbox; leave it out (task.args.mounts shows folders there)"
+                )
             return
         if chosen == "none":
             self._check_program()

@@ -175,7 +175,7 @@ class AgentProtocol(InteractionProtocol):
                 messages=to_openai(context.on_before_act(), current_store()),
                 row=row,
                 workspace=workspace,
-                socket=getattr(workspace, "socket", None),
+                socket=workspace.socket if isinstance(workspace, Workspace) else None,
             )
             try:
                 if command and not shell:

@@ -50,8 +50,8 @@ class AgentSection:
     sandbox: str = setting("auto", choices=SANDBOXES, needs=_PROCESS)
     """`bubblewrap`: a command sees /usr, a folder of its own, and no network but the gateway.
     `docker`, `podman`: the same in a container of `agent.image`. `none`: it runs as you. `task`:
-    the sandbox of a task of Harbor's kind. `auto`: that of such a task, else bubblewrap, or with an
-    image docker, else podman; an error if that is not there."""
+    in the sandbox of a terminal task. `auto`: `task` if the task has one, else bubblewrap, or with
+    an image docker, else podman; an error if that is not there."""
     image: Optional[str] = setting(None, needs=_COMMAND)  # noqa: UP045
     """The image of a container for each episode, such as `python:3.12` or "{row.image}"."""
     container_args: list[str] = field(default_factory=list, metadata={"needs": "agent.image"})

@@ -3,7 +3,6 @@ task's own script judges it."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from ludic.data.sources import list_task_folders
 from ludic.envs.harbor import HarborTask, choose_sandbox, hash_folder, read_task
-from ludic.envs.terminal import COMMANDS_INFO, SHELL_RULES, START_S, TIMED_OUT_INFO, TerminalEnv, solve, verify
+from ludic.envs.terminal import COMMANDS_INFO, SHELL_RULES, TIMED_OUT_INFO, TerminalEnv, solve, verify
 from ludic.errors import ConfigError, check_value
 from ludic.tasks.episodic import Episode, EpisodicTask, Problem, ProblemList
 
@@ -93,13 +92,11 @@ class Harbor(ProblemList, EpisodicTask):
         Raises GradingError or RolloutError without a reward."""
         rewards = []
         for judge in (verify, solve):
-            sandbox = self._makers[name]()
+            env = self.make_env({"id": name})
             try:
-                async with asyncio.timeout(START_S):
-                    await sandbox.start()
-                rewards.append((await judge(self._tasks[name], sandbox))["reward"])
+                rewards.append((await judge(self._tasks[name], await env.open_sandbox()))["reward"])
             finally:
-                await sandbox.stop()
+                await env.close()
         return rewards[0], rewards[1]
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
